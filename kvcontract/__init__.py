@@ -1,0 +1,80 @@
+"""kvcontract: declare a model's KV cache once; get prefix caching, offload and disaggregation, certified.
+
+Every public name is imported when it is first used, so that ``import kvcontract`` loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcontract.contract.executor import Attention as Attention
+    from kvcontract.contract.executor import Executor as Executor
+    from kvcontract.contract.executor import HfLayers as HfLayers
+    from kvcontract.contract.executor import Limits as Limits
+    from kvcontract.contract.executor import Step as Step
+    from kvcontract.contract.executor import StepOutput as StepOutput
+    from kvcontract.contract.hooks import hookimpl as hookimpl
+    from kvcontract.contract.model import Arena as Arena
+    from kvcontract.contract.model import Chunk as Chunk
+    from kvcontract.contract.model import Conversion as Conversion
+    from kvcontract.contract.model import Field as Field
+    from kvcontract.contract.model import Full as Full
+    from kvcontract.contract.model import Group as Group
+    from kvcontract.contract.model import KvModel as KvModel
+    from kvcontract.contract.model import Repack as Repack
+    from kvcontract.contract.model import Scope as Scope
+    from kvcontract.contract.model import StaticScale as StaticScale
+    from kvcontract.contract.model import WeightIdentity as WeightIdentity
+    from kvcontract.contract.model import Window as Window
+    from kvcontract.contract.options import Config as Config
+    from kvcontract.contract.options import Context as Context
+    from kvcontract.contract.options import LaunchOptions as LaunchOptions
+    from kvcontract.pool.keys import FleetSecret as FleetSecret
+    from kvcontract.pool.keys import Keyer as Keyer
+    from kvcontract.pool.pool import BlockPool as BlockPool
+    from kvcontract.pool.request import RequestKv as RequestKv
+    from kvcontract.store.store import KvStore as KvStore
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "kvcontract.contract.executor": ("Attention", "Executor", "HfLayers", "Limits", "Step", "StepOutput"),
+    "kvcontract.contract.hooks": ("hookimpl",),
+    "kvcontract.contract.model": (
+        "Arena",
+        "Chunk",
+        "Conversion",
+        "Field",
+        "Full",
+        "Group",
+        "KvModel",
+        "Repack",
+        "Scope",
+        "StaticScale",
+        "WeightIdentity",
+        "Window",
+    ),
+    "kvcontract.contract.options": ("Config", "Context", "LaunchOptions"),
+    "kvcontract.pool.keys": ("FleetSecret", "Keyer"),
+    "kvcontract.pool.pool": ("BlockPool",),
+    "kvcontract.pool.request": ("RequestKv",),
+    "kvcontract.store.store": ("KvStore",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605 - one table is the single source
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,1 @@
+"""The `kvc` command: one module per subcommand."""

@@ -1,0 +1,1 @@
+"""What a plugin says: declarations, clauses, hooks; pydantic, pluggy and typing, nothing else."""

@@ -1,0 +1,356 @@
+"""Static checks of a declaration: clause functions over the parsed object, all findings at once.
+
+A clause function yields `Found` records; `check_model` adds the clause and the author's line.  Nothing here
+stops at the first fault, and nothing here needs a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from kvcontract.contract.clauses import CLAUSES, clause
+from kvcontract.contract.dtypes import DTYPE_BITS
+from kvcontract.contract.layout import arena_layout, parts, tp_faults
+from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Group, KvModel
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One breach of one clause.
+
+    Attributes:
+        clause: id of the clause.
+        path: where in the declaration, e.g. ``arenas[3].fields[0].dtype``.
+        value: what was found there.
+        allowed: what may be there.
+        message: what is wrong, in words.
+        where: ``file:line`` of the author's code, if known.
+    """
+
+    clause: str
+    path: str
+    value: Any
+    allowed: str
+    message: str
+    where: str | None = None
+
+    def line(self) -> str:
+        """The finding in one line."""
+        place = f" ({self.where})" if self.where else ""
+        return f"{self.clause} {self.path} = {self.value!r}: {self.message}; allowed: {self.allowed}{place}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding with its clause's rule, fix and keeper, as plain JSON."""
+        rule = clause(self.clause)
+        return {
+            "clause": self.clause,
+            "rule": rule.rule,
+            "path": self.path,
+            "value": self.value if isinstance(self.value, str | int | float | None) else repr(self.value),
+            "allowed": self.allowed,
+            "message": self.message,
+            "where": self.where,
+            "fix": rule.fix,
+            "who": rule.who,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a clause function reports; `at` is the declaration object whose author's line is shown."""
+
+    path: str
+    value: Any
+    allowed: str
+    message: str
+    at: Declared
+
+
+ClauseCheck = Callable[[KvModel, int], Iterator[Found]]
+_CHECKS: Final[dict[str, ClauseCheck]] = {}
+
+
+def _checks(clause_id: str) -> Callable[[ClauseCheck], ClauseCheck]:
+    def register(function: ClauseCheck) -> ClauseCheck:
+        _CHECKS[clause_id] = function
+        return function
+
+    return register
+
+
+def check_model(model: KvModel, *, tp: int = 1) -> tuple[Finding, ...]:
+    """Judge what a declaration means.
+
+    Args:
+        model: a declaration whose shape pydantic has accepted.
+        tp: the degree of tensor parallelism asked for.
+
+    Returns:
+        Every finding, in the order of the clauses; empty if all static clauses hold.
+    """
+    findings: list[Finding] = []
+    broken: set[str] = set()
+    for rule in CLAUSES:
+        if rule.id not in _CHECKS or broken.intersection(rule.requires):
+            continue
+        found = [
+            Finding(rule.id, item.path, item.value, item.allowed, item.message, item.at.where)
+            for item in _CHECKS[rule.id](model, tp)
+        ]
+        if found:
+            broken.add(rule.id)
+        findings += found
+    return tuple(findings)
+
+
+def static_clauses() -> tuple[str, ...]:
+    """Ids of the clauses that `check_model` judges."""
+    return tuple(rule.id for rule in CLAUSES if rule.id in _CHECKS)
+
+
+def shape_findings(error: ValidationError, where: str | None) -> tuple[Finding, ...]:
+    """What pydantic refused, as findings of KVC-DECL-04, one per field."""
+    return tuple(
+        Finding(
+            "KVC-DECL-04",
+            f"{error.title}.{'.'.join(str(part) for part in item['loc'])}".rstrip("."),
+            item["input"]
+            if isinstance(item["input"], str | int | float | None)
+            else repr(item["input"])[:80],
+            item["type"],
+            item["msg"],
+            where,
+        )
+        for item in error.errors(include_url=False)
+    )
+
+
+def _fields(arenas: tuple[Arena, ...], root: str = "arenas") -> Iterator[tuple[str, Arena, Field]]:
+    for i, arena in enumerate(arenas):
+        for j, item in enumerate(arena.fields):
+            yield f"{root}[{i}].fields[{j}]", arena, item
+
+
+def _all_fields(model: KvModel) -> Iterator[tuple[str, Arena, Field]]:
+    yield from _fields(model.arenas)
+    if model.repack is not None:
+        yield from _fields(model.repack.arenas, "repack.arenas")
+
+
+def _all_arenas(model: KvModel) -> Iterator[tuple[str, Arena]]:
+    yield from ((f"arenas[{i}]", arena) for i, arena in enumerate(model.arenas))
+    if model.repack is not None:
+        yield from ((f"repack.arenas[{i}]", arena) for i, arena in enumerate(model.repack.arenas))
+
+
+def _kinds(model: KvModel) -> dict[str, str]:
+    return {group.name: group.kind for group in model.groups}
+
+
+def _repeated(names: list[str]) -> list[int]:
+    counts = Counter(names)
+    return [i for i, name in enumerate(names) if counts[name] > 1 and names.index(name) != i]
+
+
+@_checks("KVC-DECL-06")
+def _names(model: KvModel, _tp: int) -> Iterator[Found]:
+    groups = [group.name for group in model.groups]
+    arenas = [arena.name for arena in model.arenas]
+    for i in _repeated(groups):
+        yield Found(
+            f"groups[{i}].name", groups[i], "a name used once", "two groups share it", model.groups[i]
+        )
+    for i in _repeated(arenas):
+        yield Found(
+            f"arenas[{i}].name", arenas[i], "a name used once", "two arenas share it", model.arenas[i]
+        )
+    for path, arena in _all_arenas(model):
+        if arena.group not in groups:
+            known = ", ".join(groups)
+            yield Found(f"{path}.group", arena.group, known, "there is no such group", arena)
+        names = [item.name for item in arena.fields]
+        for j in _repeated(names):
+            yield Found(
+                f"{path}.fields[{j}].name", names[j], "a name used once", "two fields share it", arena
+            )
+    for path, arena, item in _all_fields(model):
+        names = [other.name for other in arena.fields if other.name != item.name]
+        if isinstance(item.scale, str) and item.scale not in names:
+            yield Found(
+                f"{path}.scale", item.scale, ", ".join(names) or "no other field", "no such field", item
+            )
+    ids: dict[int, str] = {}
+    for part in parts(model) if not _repeated(groups) else ():
+        if part.id in ids:
+            message = f"its part number {part.id} collides with that of {ids[part.id]!r}; rename one"
+            yield Found("groups", part.name, "names with distinct part numbers", message, model)
+        ids[part.id] = part.name
+
+
+@_checks("KVC-DECL-07")
+def _page_size(model: KvModel, _tp: int) -> Iterator[Found]:
+    allowed = model.page_tokens_allowed
+    if allowed and not model.page_tokens_reason:
+        yield Found("page_tokens_reason", "", "a sentence", "an allowed list states its reason", model)
+    if allowed and model.page_tokens not in allowed:
+        sizes = " or ".join(str(size) for size in allowed)
+        yield Found("page_tokens", model.page_tokens, sizes, model.page_tokens_reason or "not gated", model)
+
+
+@_checks("KVC-DECL-08")
+def _granularity(model: KvModel, _tp: int) -> Iterator[Found]:
+    if model.record_tokens % model.page_tokens:
+        multiple = f"a multiple of {model.page_tokens}"
+        yield Found("key_tokens", model.key_tokens, multiple, "a record holds whole pages", model)
+    for path, arena in _all_arenas(model):
+        if _kinds(model).get(arena.group) == "paged" and model.page_tokens % arena.tokens_per_row:
+            message = f"a page of {model.page_tokens} tokens does not hold whole rows"
+            yield Found(f"{path}.tokens_per_row", arena.tokens_per_row, "a divisor of it", message, arena)
+
+
+@_checks("KVC-DECL-09")
+def _bytes_kept(model: KvModel, _tp: int) -> Iterator[Found]:
+    if not model.groups:
+        yield Found("groups", (), "at least one group", "the model keeps nothing", model)
+    owners = {arena.group for arena in model.arenas}
+    for i, group in enumerate(model.groups):
+        if group.name not in owners:
+            yield Found(f"groups[{i}]", group.name, "at least one arena", "no arena belongs to it", group)
+    for path, arena in _all_arenas(model):
+        if not arena.fields:
+            yield Found(f"{path}.fields", (), "at least one field", "the arena has no bytes", arena)
+
+
+def _unserved_group(group: Group) -> Iterator[tuple[str, Any, str]]:
+    if group.kind != "paged":
+        yield "kind", group.kind, "paged"
+    elif group.reach.key != "full":
+        yield "reach", group.reach.key, "Full()"
+    if group.restore != "stored":
+        yield "restore", group.restore, "stored"
+    if group.optional:
+        yield "optional", group.optional, "False"
+    if group.lookahead_tokens:
+        yield "lookahead_tokens", group.lookahead_tokens, "0"
+    for name in ("weights", "boundary_tokens", "snapshot_dtype"):
+        if getattr(group, name) is not None:
+            yield name, getattr(group, name), "None"
+
+
+@_checks("KVC-DECL-12")
+def _served(model: KvModel, _tp: int) -> Iterator[Found]:
+    message = "this version of the runtime does not serve it yet"
+    for i, group in enumerate(model.groups):
+        for name, value, allowed in _unserved_group(group):
+            yield Found(f"groups[{i}].{name}", value, allowed, message, group)
+    if model.record_tokens != model.page_tokens:
+        yield Found("key_tokens", model.key_tokens, f"{model.page_tokens} or None", message, model)
+    for path, arena in _all_arenas(model):
+        if arena.tokens_per_row != 1:
+            yield Found(f"{path}.tokens_per_row", arena.tokens_per_row, "1", message, arena)
+
+
+@_checks("KVC-DECL-13")
+def _agreement(model: KvModel, _tp: int) -> Iterator[Found]:
+    for i, group in enumerate(model.groups):
+        if group.kind != "paged" and group.reach.key != "full":
+            message = "only paged groups have a reach"
+            yield Found(f"groups[{i}].reach", group.reach.key, "Full()", message, group)
+        for name in ("boundary_tokens", "snapshot_dtype"):
+            if group.kind != "bounded" and getattr(group, name) is not None:
+                message = "only bounded groups are taken at boundaries"
+                yield Found(f"groups[{i}].{name}", getattr(group, name), "None", message, group)
+        if group.snapshot_dtype is not None and group.snapshot_dtype not in DTYPE_BITS:
+            known = ", ".join(DTYPE_BITS)
+            yield Found(f"groups[{i}].snapshot_dtype", group.snapshot_dtype, known, "unknown dtype", group)
+
+
+@_checks("KVC-LAYOUT-01")
+def _dtypes(model: KvModel, _tp: int) -> Iterator[Found]:
+    for path, _, item in _all_fields(model):
+        bits = DTYPE_BITS.get(item.dtype)
+        if bits is None:
+            yield Found(f"{path}.dtype", item.dtype, ", ".join(DTYPE_BITS), "unknown dtype", item)
+        elif not item.axes:
+            yield Found(f"{path}.axes", item.axes, "at least one axis", "a field has a shape", item)
+        elif list(item.axes.values())[-1] * bits % 8:
+            step = 8 // bits
+            message = f"{list(item.axes)[-1]} of {bits}-bit elements does not fill whole bytes"
+            yield Found(f"{path}.axes", item.axes, f"a last axis that is a multiple of {step}", message, item)
+
+
+@_checks("KVC-LAYOUT-02")
+def _sharding(model: KvModel, tp: int) -> Iterator[Found]:
+    sound = True
+    for path, _, item in _all_fields(model):
+        if item.shard_axis is None:
+            continue
+        axes = [axis for axis in item.axes if axis != TOKEN_AXIS]
+        if item.shard_axis not in axes:
+            sound = False
+            allowed = ", ".join(axes) or "no axis"
+            yield Found(f"{path}.shard_axis", item.shard_axis, allowed, "the field has no such axis", item)
+    faults = tp_faults(model, tp) if sound else []
+    for fault in faults:
+        yield Found("options.tp", tp, "a tp that divides the axis or that it divides", fault, model)
+
+
+@_checks("KVC-LAYOUT-03")
+def _alignment(model: KvModel, _tp: int) -> Iterator[Found]:
+    kinds = _kinds(model)
+    for path, arena in _all_arenas(model):
+        if any(item.shard_axis not in (None, *item.axes) for item in arena.fields):
+            continue  # KVC-LAYOUT-02 has said so
+        tokens = model.page_tokens if kinds.get(arena.group) == "paged" else None
+        laid = arena_layout(arena, tokens=tokens, sizes={})
+        for j, item in enumerate(laid.fields):
+            steps = (item.offset_bytes, laid.stride_bytes, *item.strides_bytes[:-1])
+            worst = math.gcd(*steps)
+            if worst % item.element_bytes:
+                message = f"it lies at multiples of {worst} B only"
+                allowed = f"multiples of {item.element_bytes} B"
+                yield Found(f"{path}.fields[{j}]", item.name, allowed, message, arena.fields[j])
+
+
+@_checks("KVC-LAYOUT-04")
+def _token_axis(model: KvModel, _tp: int) -> Iterator[Found]:
+    for path, arena, item in _all_fields(model):
+        size = item.axes.get(TOKEN_AXIS)
+        if size is None:
+            continue
+        if arena.arrangement == "rows" or _kinds(model).get(arena.group) != "paged":
+            message = "the token axis is outermost in rows and absent in bounded groups"
+            yield Found(f"{path}.axes", item.axes, "no token axis", message, item)
+        elif size != 1:
+            message = "one row has one token; the page size multiplies it"
+            yield Found(f"{path}.axes", item.axes, "token of size 1", message, item)
+
+
+@_checks("KVC-REPACK-01")
+def _repack(model: KvModel, _tp: int) -> Iterator[Found]:
+    repack = model.repack
+    if repack is None:
+        return
+    if repack.lossless == (repack.bound is not None):
+        message = "either values survive, or a bound says how well"
+        yield Found("repack.bound", repack.bound, "a bound if and only if not lossless", message, repack)
+    if repack.conversion != "derived":
+        return
+    device = {(arena.name, item.name): item for arena in model.arenas for item in arena.fields}
+    wire = {(arena.name, item.name): item for arena in repack.arenas for item in arena.fields}
+    for name in sorted(device.keys() ^ wire.keys()):
+        message = f"{'.'.join(name)} stands on one side only"
+        yield Found("repack.arenas", ".".join(name), "the same fields on both sides", message, repack)
+    for name in device.keys() & wire.keys():
+        ours, theirs = device[name], wire[name]
+        same = dict(ours.axes) == dict(theirs.axes) and ours.dtype == theirs.dtype
+        if not same or ours.shard_axis != theirs.shard_axis:
+            allowed = f"{ours.dtype} {dict(ours.axes)} cut along {ours.shard_axis}, in any order"
+            value = f"{theirs.dtype} {dict(theirs.axes)} cut along {theirs.shard_axis}"
+            yield Found(f"repack.arenas {'.'.join(name)}", value, allowed, "numbers would change", theirs)

@@ -1,0 +1,118 @@
+"""What the engine asks of code that runs a model: typing only.
+
+An executor is handed views of the arenas once (`bind`), then one `Step` at a time.  A plugin may bring its
+own, or describe by `HfLayers` how the layers of a Hugging Face model map onto its arenas and get the generic
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+FieldRef = tuple[str, str]
+"""(arena name, field name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step of an executor can take.
+
+    Attributes:
+        max_requests: requests in one step.
+        max_tokens: tokens in one step.
+        max_context_tokens: longest context of a request.
+        vocab_size: width of the logits; token ids lie below it.
+    """
+
+    max_requests: int
+    max_tokens: int
+    max_context_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass over a mixed batch of prefill chunks and decodes; `b` requests, `n` tokens.
+
+    Attributes:
+        token_ids: int64[n], requests one after another.
+        positions: int64[n], position of each token in its request.
+        query_start: int64[b + 1], where each request's tokens begin in `token_ids`.
+        context_len: int64[b], tokens of each request already in the cache before this step.
+        page_table: per space key, int32[b, p]: block ids covering exactly context and step (B17); 0 pads.
+        slots: per bounded group, int32[b]: the live slot of each request.
+        want: int64[k], rows of `token_ids` whose logits are wanted.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    query_start: NDArray[np.int64]
+    context_len: NDArray[np.int64]
+    page_table: Mapping[str, NDArray[np.int32]]
+    want: NDArray[np.int64]
+    slots: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step produced.
+
+    Attributes:
+        logits: [k, vocab], one row per entry of `Step.want`.
+        drafts: proposed tokens per wanted row, or None.
+    """
+
+    logits: Tensor
+    drafts: Any | None = None
+
+
+class Executor(Protocol):
+    """Runs a model over bound arenas; writes the state of exactly the step's positions, and no other byte."""
+
+    @property
+    def limits(self) -> Limits:
+        """What one step can take."""
+        ...
+
+    def bind(self, views: Mapping[FieldRef, Tensor]) -> None:
+        """Receive the arenas: per field a tensor [blocks, tokens, ...] with the field's axes in order.
+
+        Called once, before the first step; the memory stays the caller's.
+        """
+        ...
+
+    def forward(self, step: Step) -> StepOutput:
+        """Run one step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Where one attention layer of a Hugging Face model keeps what its `Cache` is handed.
+
+    Attributes:
+        keys: field for the first tensor of `Cache.update` (keys, or the MLA latent).
+        values: field for the second (values, or the rotated rope key).
+        index_keys: field for the tensor of `Cache.update_indexer`, if the layer has an indexer.
+    """
+
+    keys: FieldRef
+    values: FieldRef
+    index_keys: FieldRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HfLayers:
+    """Ask for the generic executor: layer index -> where its state lives.
+
+    Layers that keep nothing of their own (they share another's, or are stateless) are left out.
+    """
+
+    layers: Mapping[int, Attention]

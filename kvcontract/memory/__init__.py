@@ -1,0 +1,1 @@
+"""Bytes on a device: binding, copy programs, repack, checksums."""

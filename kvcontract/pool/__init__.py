@@ -1,0 +1,1 @@
+"""Which page holds what: keys, index, pages, requests; numpy and numba, no tensors."""

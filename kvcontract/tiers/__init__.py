@@ -1,0 +1,1 @@
+"""Places below the device: buffers in, buffers out; no tensors."""
