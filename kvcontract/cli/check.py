@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvcontract.cli import view
 from kvcontract.cli.launching import JsonFlag, with_model
 from kvcontract.core.geometry import geometry
@@ -11,12 +9,11 @@ from kvcontract.core.launch import Launch
 
 
 @with_model
-def command(open_model: Callable[..., Launch], *, json: JsonFlag = False) -> int:
+def command(opened: Launch, *, json: JsonFlag = False) -> int:
     """Check a declaration statically; all findings at once.
 
     Example: kvc check qwen3 --config config.json --page-tokens 64
     """
-    opened = open_model()
     sound = opened.declared is not None and not opened.findings
     figures = geometry(opened.model, tp=opened.ctx.options.tp) if sound else None
     if json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from kvcontract.cli import view
@@ -14,12 +13,11 @@ from kvcontract.core.launch import Launch
 
 
 @with_model
-def command(open_model: Callable[..., Launch], *, json: JsonFlag = False) -> int:
+def command(opened: Launch, *, json: JsonFlag = False) -> int:
     """Show bytes per token, page and worker, arena by arena, and what a stored record holds.
 
     Example: kvc inspect qwen3 --config config.json --tp 2
     """
-    opened = open_model()
     model, tp = opened.model, opened.ctx.options.tp
     figures = geometry(model, tp=tp)
     if json:

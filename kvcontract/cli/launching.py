@@ -12,7 +12,7 @@ import typer
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.options import LaunchOptions, option_table
-from kvcontract.core.launch import Launch, Runtime, Source, launch
+from kvcontract.core.launch import Launch, Source, launch
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
@@ -28,31 +28,39 @@ _FIXED: dict[str, Any] = {
 }
 
 
-def with_model(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command the shared parameters; it receives `open_model`, a callable that launches.
-
-    The wrapped function takes ``(open_model, **own parameters)``; `open_model(runtime=None)` is lazy so
-    that a command can choose its runtime first.
-    """
+def with_source(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the shared parameters; it receives their values as a dict, before its own."""
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> int:
         shared = {name: given.pop(name) for name in (*_FIXED, *_core_names())}
-        return command(functools.partial(_open, shared), **given)
+        shared["set_options"] = pairs(shared["set_options"] or [])
+        return command(shared, **given)
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     keyword = inspect.Parameter.KEYWORD_ONLY
+    defaults = dict.fromkeys(_FIXED) | {"name": inspect.Parameter.empty}
     fixed = [
-        inspect.Parameter(
-            name, keyword, annotation=kind, default=inspect.Parameter.empty if name == "name" else None
-        )
+        inspect.Parameter(name, keyword, annotation=kind, default=defaults[name])
         for name, kind in _FIXED.items()
     ]
     core = [inspect.Parameter(name, keyword, annotation=kind, default=None) for name, kind in _core_flags()]
     parameters = [*fixed, *core, *(item.replace(kind=keyword) for item in own)]
-    wrapped.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined] # typer reads it
+    signature = inspect.Signature(parameters, return_annotation=int)
+    wrapped.__signature__ = signature  # type: ignore[attr-defined] # typer reads it
     wrapped.__annotations__ = {item.name: item.annotation for item in parameters}
     return wrapped
+
+
+def with_model(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the shared parameters; it receives the launch they describe, before its own."""
+
+    @with_source
+    @functools.wraps(command)
+    def opened(shared: dict[str, Any], **own: Any) -> int:
+        return command(_open(shared), **own)
+
+    return opened
 
 
 def _core_names() -> tuple[str, ...]:
@@ -74,10 +82,10 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + "."
 
 
-def _open(shared: dict[str, Any], runtime: Runtime | None = None) -> Launch:
+def _open(shared: dict[str, Any]) -> Launch:
     source = Source(shared["name"], shared["plugin"], shared["config"], shared["checkpoint"])
     core = {name: shared[name] for name in _core_names()}
-    return launch(source, options=core, plugin_options=pairs(shared["set_options"] or []), runtime=runtime)
+    return launch(source, options=core, plugin_options=shared["set_options"])
 
 
 def pairs(texts: list[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ COMMANDS: Final[dict[str, str]] = {
     "models": "kvcontract.cli.models",
     "check": "kvcontract.cli.check",
     "inspect": "kvcontract.cli.inspect",
+    "conformance": "kvcontract.cli.conformance",
     "explain": "kvcontract.cli.explain",
     "help": "kvcontract.cli.exit_codes",
 }

@@ -32,8 +32,10 @@ __all__ = [
     "weight_identity",
 ]
 
-_LOGIT_STD: Final = 3.0
-"""Of random logits: large enough that the best token leads by more than rounding."""
+# Chosen by trial on small models, tied and untied: greedy continuations wander, a changed token moves logits
+# 100 tokens later by about 1, the best token leads by about 0.3, and bfloat16 moves logits by less than 0.2.
+_VOCABULARY_GAIN: Final = 1.5
+_MATRIX_GAIN: Final = 1.4
 
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 
@@ -162,7 +164,7 @@ def _as_float32(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _randomise(model: nn.Module, seed: int) -> None:
-    """Draw every matrix anew, with unit gain; vectors keep their initial values (norms, biases, decays)."""
+    """Draw every matrix anew, scaled by its fan-in; norms, biases and decays keep their initial values."""
     vocabulary = {
         id(part.weight)
         for part in (cast("Any", model).get_input_embeddings(), cast("Any", model).get_output_embeddings())
@@ -173,7 +175,7 @@ def _randomise(model: nn.Module, seed: int) -> None:
         for _, parameter in sorted(model.named_parameters()):
             if parameter.ndim < 2:  # noqa: PLR2004 - a matrix has two axes
                 continue
-            gain = _LOGIT_STD if id(parameter) in vocabulary else 1.0
+            gain = _VOCABULARY_GAIN if id(parameter) in vocabulary else _MATRIX_GAIN
             parameter.normal_(0.0, gain / math.sqrt(parameter.shape[-1]), generator=generator)
 
 

@@ -32,7 +32,6 @@ from kvcontract.pool.kernels import (
     DUPLICATE,
     FREE,
     PRIMARY,
-    STAGED,
     States,
     evict_run,
     join_run,

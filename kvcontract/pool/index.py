@@ -69,16 +69,22 @@ class PageIndex:
 
 
 def _find_sample() -> tuple[Any, ...]:
-    return np.zeros(8, np.int32), np.zeros((2, 2), np.uint64), np.zeros((1, 2), np.uint64), np.zeros(1, np.int32), 1
+    return (
+        np.zeros(8, np.int32),
+        np.zeros((2, 2), np.uint64),
+        np.zeros((1, 2), np.uint64),
+        np.zeros(1, np.int32),
+        1,
+    )
 
 
 @kernel(sample=_find_sample)
 def _find(slots: Pages, page_keys: Keys, keys: Keys, out: Pages, run_only: int) -> int:
     """Look up `keys`; with `run_only` stop at the first absent one. Returns how many were looked at."""
-    mask = np.uint64(slots.shape[0] - 1)
-    last = slots.shape[0] - 1
-    for i in range(keys.shape[0]):
-        slot = int(keys[i, 0] & mask)
+    mask = np.uint64(len(slots) - 1)
+    last = len(slots) - 1
+    for i in range(len(keys)):
+        slot = np.int64(keys[i, 0] & mask)
         page = slots[slot]
         while page != 0 and (page_keys[page, 0] != keys[i, 0] or page_keys[page, 1] != keys[i, 1]):
             slot = (slot + 1) & last
@@ -86,7 +92,7 @@ def _find(slots: Pages, page_keys: Keys, keys: Keys, out: Pages, run_only: int) 
         if page == 0 and run_only:
             return i
         out[i] = page
-    return keys.shape[0]
+    return len(keys)
 
 
 def _insert_sample() -> tuple[Any, ...]:
@@ -97,11 +103,11 @@ def _insert_sample() -> tuple[Any, ...]:
 @kernel(sample=_insert_sample)
 def _insert(slots: Pages, page_keys: Keys, keys: Keys, pages: Pages, primary: Pages) -> int:
     """Insert absent keys, note the primary of each, and store every page's key. Returns how many are new."""
-    mask = np.uint64(slots.shape[0] - 1)
-    last = slots.shape[0] - 1
+    mask = np.uint64(len(slots) - 1)
+    last = len(slots) - 1
     added = 0
-    for i in range(keys.shape[0]):
-        slot = int(keys[i, 0] & mask)
+    for i in range(len(keys)):
+        slot = np.int64(keys[i, 0] & mask)
         page = slots[slot]
         while page != 0 and (page_keys[page, 0] != keys[i, 0] or page_keys[page, 1] != keys[i, 1]):
             slot = (slot + 1) & last
@@ -125,20 +131,20 @@ def _remove_sample() -> tuple[Any, ...]:
 @kernel(sample=_remove_sample)
 def _remove(slots: Pages, page_keys: Keys, pages: Pages) -> int:
     """Remove pages, shifting later entries of each cluster back. Stops at one that is absent."""
-    mask = np.uint64(slots.shape[0] - 1)
-    last = slots.shape[0] - 1
-    for i in range(pages.shape[0]):
-        hole = int(page_keys[pages[i], 0] & mask)
+    mask = np.uint64(len(slots) - 1)
+    last = len(slots) - 1
+    for i in range(len(pages)):
+        hole = np.int64(page_keys[pages[i], 0] & mask)
         while slots[hole] != pages[i]:
             if slots[hole] == 0:
                 return i
             hole = (hole + 1) & last
         at = (hole + 1) & last
         while slots[at] != 0:
-            home = int(page_keys[slots[at], 0] & mask)
+            home = np.int64(page_keys[slots[at], 0] & mask)
             if ((at - home) & last) >= ((at - hole) & last):  # may move back to the hole
                 slots[hole] = slots[at]
                 hole = at
             at = (at + 1) & last
         slots[hole] = 0
-    return pages.shape[0]
+    return len(pages)

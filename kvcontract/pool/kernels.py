@@ -69,13 +69,12 @@ def _release_sample() -> tuple[Any, ...]:
 
 
 @kernel(sample=_release_sample, helpers=(_unlink, _link_before))
-def release_run(
+def release_run(  # noqa: PLR0917 - kernels take positional arguments
     pages: Pages, retention: int, refs: Pages, state: States, order: Pages, ring: Pages, out: Pages
 ) -> tuple[int, int, int, int]:
     """Drop a reference of each page, tail first; what nobody references is freed or cached.
 
-    Args:
-        out: int32 [3, n], written: pages freed; pages to forget; duplicates that become primaries.
+    `out`, int32 [3, n], is written: pages freed; pages to forget; duplicates that become primaries.
 
     Returns:
         (freed, to forget, new primaries, cached): counts.
@@ -122,17 +121,24 @@ def evict_run(out: Pages, state: States, order: Pages) -> None:
 
 def _join_sample() -> tuple[Any, ...]:
     ones = np.ones(1, np.int32)
-    return ones, ones.copy(), np.ones(4, np.int32), np.zeros(4, np.uint8), _links(), _links(), np.zeros((2, 1), np.int32)
+    return (
+        ones,
+        ones.copy(),
+        np.ones(4, np.int32),
+        np.zeros(4, np.uint8),
+        _links(),
+        _links(),
+        np.zeros((2, 1), np.int32),
+    )
 
 
 @kernel(sample=_join_sample, helpers=(_unlink, _link_before))
-def join_run(
+def join_run(  # noqa: PLR0917 - likewise
     pages: Pages, primary: Pages, refs: Pages, state: States, order: Pages, ring: Pages, out: Pages
 ) -> int:
     """Set the state of newly named pages, given the primary of each key.
 
-    Args:
-        out: int32 [2, n], written: cached primaries that give way, and the page that takes over.
+    `out`, int32 [2, n], is written: cached primaries that give way, and the pages that take over.
 
     Returns:
         How many gave way.

@@ -26,7 +26,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +84,8 @@ class FleetSecret:
     def __post_init__(self) -> None:
         if not _MIN_SECRET_BYTES <= len(self.value) <= _MAX_SECRET_BYTES:
             raise UsageFault(
-                f"a fleet secret has {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes, this has {len(self.value)}"
+                f"a fleet secret of {len(self.value)} bytes;"
+                f" allowed are {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES}"
             )
 
     @classmethod
@@ -146,7 +147,10 @@ class Keyer:
             UsageFault: a token id is negative or above 2^32 - 1 (D5), or an extra names no full page.
         """
         words, step, count = _as_words(tokens)
-        return self._hash(_PAGE, words, step, count // self.page_tokens, self.page_tokens, scope, extras, parent)
+        out = np.empty((count // self.page_tokens, 2), np.uint64)
+        flags, digests = self._extras(extras, len(out))
+        hash_pages(words, step, self.page_tokens, _PAGE, self._state(scope, parent), flags, digests, out)
+        return out
 
     def extend(
         self,
@@ -181,48 +185,43 @@ class Keyer:
 
         Returns:
             uint64 [2].
+
+        Raises:
+            UsageFault: a token or the anchor is out of range (D5), or the lengths disagree.
         """
         words, step, count = _as_words(tokens)
         if not 1 <= count <= self.page_tokens:
             raise UsageFault(f"a partial page has 1 to {self.page_tokens} tokens, this has {count}")
+        token_array([] if anchor is None else [anchor])
+        if committed_tokens % self.page_tokens != count % self.page_tokens:
+            raise UsageFault(f"{count} tokens cannot end a sequence of {committed_tokens}")
         encoded = _encode(
             struct.pack("<Q", committed_tokens),
             None if anchor is None else struct.pack("<Q", anchor),
             extra,
         )
-        digest = {0: _PARTIAL_EXTRA + encoded}
-        return self._hash(_PARTIAL, words, step, 1, count, scope, digest, parent)[0]
+        out = np.empty((1, 2), np.uint64)
+        flags, digests = self._extras({0: _PARTIAL_EXTRA + encoded}, 1)
+        hash_pages(words, step, count, _PARTIAL, self._state(scope, parent), flags, digests, out)
+        return out.reshape(2)
 
-    def _hash(
-        self,
-        kind: int,
-        words: npt.NDArray[np.uint32],
-        step: int,
-        pages: int,
-        page_tokens: int,
-        scope: Scope,
-        extras: Mapping[int, bytes] | None,
-        parent: npt.NDArray[np.uint64] | None,
-    ) -> PageKeys:
-        out = np.empty((pages, 2), np.uint64)
-        state = self._context(scope)
-        if parent is not None:
-            state[2:] = parent
-        flags, digests = self._extras(extras, pages)
-        hash_pages(words, step, page_tokens, kind, state, flags, digests, out)
-        return out
-
-    def _context(self, scope: Scope) -> npt.NDArray[np.uint64]:
-        """SipHash key and root parent of a scope, uint64 [4]."""
+    def _state(self, scope: Scope, parent: npt.NDArray[np.uint64] | None) -> npt.NDArray[np.uint64]:
+        """SipHash key of a scope and parent of the first page, uint64 [4]."""
         encoded = _encode(
             struct.pack("<I", KEY_FORMAT),
             self.fingerprint,
             bytes.fromhex(self.secret_id),
             struct.pack("<Q", self.page_tokens),
-            *(None if text is None else _utf8(text) for text in (scope.lora, scope.lora_revision, scope.salt)),
+            *(
+                None if text is None else _utf8(text)
+                for text in (scope.lora, scope.lora_revision, scope.salt)
+            ),
         )
         digest = hashlib.blake2b(encoded, key=self._secret.value, digest_size=32, person=_CONTEXT).digest()
-        return np.frombuffer(digest, "<u8").astype(np.uint64)
+        state = np.frombuffer(digest, "<u8").astype(np.uint64)
+        if parent is not None:
+            state[2:] = parent
+        return state
 
     def _extras(
         self, extras: Mapping[int, bytes] | None, pages: int
@@ -248,22 +247,28 @@ def token_array(tokens: TokenIds) -> npt.NDArray[np.integer[Any]]:
     Raises:
         UsageFault: not a flat integer sequence, or ids outside 0 .. 2^32 - 1; names the positions.
     """
-    if not isinstance(tokens, np.ndarray):
-        try:
-            return token_array(np.frombuffer(array("q", tokens), np.int64))
-        except OverflowError:
-            _refuse_ids(enumerate(tokens))
-        except TypeError as error:
-            raise UsageFault(f"token ids are integers: {error}") from None
+    if isinstance(tokens, np.ndarray):
+        _check_array(tokens)
+        return tokens
+    try:
+        made = np.frombuffer(array("q", tokens), np.int64)
+    except OverflowError:
+        _refuse_ids(enumerate(tokens))
+    except TypeError as error:
+        raise UsageFault(f"token ids are integers: {error}") from None
+    _check_array(made)
+    return made
+
+
+def _check_array(tokens: npt.NDArray[Any]) -> None:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise UsageFault(f"token ids are a flat integer sequence, not {tokens.dtype} of shape {tokens.shape}")
+        raise UsageFault(f"token ids are a flat integer sequence, not {tokens.dtype} {list(tokens.shape)}")
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > MAX_TOKEN_ID):
         bad = np.flatnonzero((tokens < 0) | (tokens > MAX_TOKEN_ID))
         _refuse_ids(zip(bad.tolist(), tokens[bad].tolist(), strict=True))
-    return tokens
 
 
-def _refuse_ids(ids: Iterable[tuple[int, int]]) -> None:
+def _refuse_ids(ids: Iterable[tuple[int, int]]) -> NoReturn:
     bad = [f"{token} at position {at}" for at, token in ids if not 0 <= token <= MAX_TOKEN_ID]
     more = f" and {len(bad) - _NAMED_FAULTS} more" if len(bad) > _NAMED_FAULTS else ""
     raise UsageFault(f"token ids lie in 0 .. {MAX_TOKEN_ID}; found {', '.join(bad[:_NAMED_FAULTS])}{more}")

@@ -13,44 +13,23 @@ All verbs are thread-safe and work on whole runs; none waits for anything but th
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.pool.audit import audit
 from kvcontract.pool.books import ROOT, Books
-from kvcontract.pool.handles import Entitlement, Handle, Hold, Never, Reservation, Run
+from kvcontract.pool.handles import Entitlement, Hold, Never, Reservation, Run
 from kvcontract.pool.index import Keys, Pages
-from kvcontract.pool.kernels import FREE, STAGED, WRITABLE
+from kvcontract.pool.kernels import STAGED, WRITABLE
+from kvcontract.pool.ledger import Ledger
 
 _NAMED_FAULTS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """One consistent reading of a pool, in pages: `free + cached + held == total`."""
-
-    total: int
-    free: int
-    cached: int
-    held: int
-    entitled: int
-    pinned: int
-
-    @property
-    def available(self) -> int:
-        """Pages that can be drawn: free ones, and cached ones by eviction."""
-        return self.free + self.cached
-
-
-class BlockPool:
+class BlockPool(Ledger):
     """Device pages of the groups of one reach.
 
     Args:
@@ -65,63 +44,12 @@ class BlockPool:
     def __init__(self, pages: int, page_tokens: int, *, retention: bool = True) -> None:
         if pages < 2 or page_tokens < 1:  # noqa: PLR2004 - page 0 and one to use
             raise UsageFault(
-                f"pages = {pages}, page_tokens = {page_tokens}; allowed are at least 2 pages (page 0 is padding)"
-                " of at least 1 token"
+                f"pages = {pages}, page_tokens = {page_tokens}; allowed are at least 2 pages"
+                " (page 0 is padding) of at least 1 token"
             )
         self.pages = pages
         self.page_tokens = page_tokens
-        self._books = Books(pages, retention=retention)
-        self._entitled = 0
-        self._lock = threading.Lock()
-        self._runs: dict[int, Run] = {}
-        self._next_token = 0
-        self._dropped: deque[int] = deque()
-        self._callbacks: list[Callable[[], None]] = []
-        self._before = 0
-
-    # Gauges
-
-    def gauges(self) -> Gauges:
-        """All gauges at one moment."""
-        with self._gate() as books:
-            return Gauges(
-                books.total, books.free, books.cached, books.held, self._entitled, pinned=books.pinned
-            )
-
-    @property
-    def total(self) -> int:
-        """Usable pages: all but page 0."""
-        return self._books.total
-
-    @property
-    def free(self) -> int:
-        """Pages without content."""
-        return self.gauges().free
-
-    @property
-    def cached(self) -> int:
-        """Pages with content that nobody owns: evictable."""
-        return self.gauges().cached
-
-    @property
-    def held(self) -> int:
-        """Pages that somebody owns or pins."""
-        return self.gauges().held
-
-    @property
-    def entitled(self) -> int:
-        """Pages that admitted requests may still draw."""
-        return self.gauges().entitled
-
-    @property
-    def available(self) -> int:
-        """Pages that can be drawn: free + cached."""
-        return self.gauges().available
-
-    @property
-    def pinned_blocks(self) -> int:
-        """Pages with saves in flight, each counted once (B9)."""
-        return self.gauges().pinned
+        super().__init__(Books(pages, retention=retention))
 
     @property
     def generation(self) -> npt.NDArray[np.uint32]:
@@ -129,15 +57,6 @@ class BlockPool:
         view = self._books.generation.view()
         view.flags.writeable = False
         return view
-
-    def check_books(self) -> None:
-        """Audit every array against every promise.
-
-        Raises:
-            InternalFault: something disagrees; the message names all of it.
-        """
-        with self._gate() as books:
-            audit(books, self._runs.values(), self._entitled)
 
     def check_capacity(self, bound_blocks: Mapping[str, int]) -> None:
         """Refuse a pool larger than any bound arena (B22).
@@ -167,7 +86,7 @@ class BlockPool:
             pages = books.index.match(wanted)
             count = books.reference(pages, books.available - self._entitled)
             run = Run("hold", pages, count, registered=count)
-            return Hold(self, self._open(run), run, wanted[:count])
+            return Hold(self, self._open(run), run, wanted[:count].copy())
 
     def probe(self, keys: Keys) -> int:
         """How many leading pages of a chain (uint64 [n, 2]) are resident; pins nothing."""
@@ -263,7 +182,7 @@ class BlockPool:
             owned = books.adopt(staged[:good], names[:good], ROOT if parent is None else parent)
             books.release(staged[good:])
             books.cache_run(owned)
-            return good if books.retention else 0
+            return int(np.count_nonzero(books.index.lookup(names[:good])))
 
     # Admission
 
@@ -280,13 +199,15 @@ class BlockPool:
             The promise; None if it does not fit now, with no side effect; `Never` if it never can.
 
         Raises:
-            UsageFault: the hold is spent, of another pool, or longer than the request.
+            UsageFault: the lifetime is negative, or the hold is spent, of another pool, or longer than that.
         """
+        if lifetime_pages < 0:
+            raise UsageFault(f"a lifetime of {lifetime_pages} pages; allowed is 0 or more")
         if lifetime_pages > self.total:
             return Never(f"{lifetime_pages} pages for its lifetime; the pool has {self.total}")
         with self._gate() as books:
             credit = self._peek(hold).count if hold is not None else 0
-            if not credit <= lifetime_pages:
+            if credit > lifetime_pages:
                 raise UsageFault(f"a hold of {credit} pages for a lifetime of {lifetime_pages}")
             if lifetime_pages - credit > books.available - self._entitled:
                 return None
@@ -297,7 +218,7 @@ class BlockPool:
             return Entitlement(self, self._open(run), run)
 
     def adopt(self, entitlement: Entitlement, hold: Hold) -> None:
-        """Start an admitted request from a prefix: its pages replace as many promised ones. Consumes the hold.
+        """Start an admitted request from a prefix: its pages replace promised ones, the hold is consumed.
 
         Raises:
             UsageFault: a handle is spent or of another pool, pages were drawn before, or the hold is longer
@@ -307,7 +228,7 @@ class BlockPool:
             run, held = self._peek(entitlement), self._peek(hold)
             if run.count or held.count > run.lifetime:
                 raise UsageFault(
-                    f"a hold of {held.count} pages for a request of {run.lifetime} that has {run.count} already"
+                    f"a hold of {held.count} pages for a request of {run.lifetime} that has {run.count}"
                 )
             self._credit(run, self._claim(hold))
 
@@ -347,33 +268,33 @@ class BlockPool:
             books.register(run.pages[first:last], names, parent)
             run.registered = last
 
-    def release(self, entitlement: Entitlement, pages: Pages | None = None) -> None:
-        """Return pages and settle their promise in one step (B4).
+    def retract(self, entitlement: Entitlement, pages: Pages) -> None:
+        """Return the last pages of a request that goes on, still unnamed: they may be drawn again (B4, B18).
 
-        Without `pages`, or with all of them, the request is over: its pages and the rest of its promise come
-        back. With its last pages, unnamed ones, they return and may be drawn again (B18).
+        Args:
+            entitlement: whose pages.
+            pages: int32 [n], its last n pages in any order.
 
         Raises:
-            UsageFault: a page twice, a page it does not own, named or pinned pages of a request that goes
-                on, or a spent entitlement (B16). Nothing has changed then.
+            UsageFault: a page twice, one that is not among its last n, a named or pinned one, or a spent
+                entitlement (B16). Nothing has changed then.
         """
         with self._gate() as books:
             run = self._peek(entitlement)
-            if pages is None or self._is_all(run, pages):
-                self._close(self._claim(entitlement))
-                return
-            count = len(pages)
-            tail = run.pages[run.count - count : run.count]
-            if run.count - count < run.registered or books.pins[tail].any():
-                raise UsageFault(
-                    "a request that goes on returns its last, unnamed, unpinned pages only:"
-                    f" {count} of {run.count}, {run.registered} named, {np.count_nonzero(books.pins[tail])} pinned"
-                )
-            if not np.array_equal(np.sort(tail), np.sort(pages)):
-                raise UsageFault(f"a request that goes on returns its last pages {tail.tolist()}")
+            first = max(run.count - len(pages), run.registered)
+            tail = run.pages[first : run.count]
+            self._check_pages(pages, lambda valid: ~np.isin(valid, tail) | (books.pins[valid] > 0))
             books.release(tail)
-            run.count -= count
-            self._entitled += count
+            run.count = first
+            self._entitled += len(pages)
+
+    def release(self, entitlement: Entitlement) -> None:
+        """End a request: its pages and the rest of its promise come back in one step (B4).
+
+        Raises:
+            UsageFault: the entitlement is spent, or of another pool (B16).
+        """
+        self.release_handle(entitlement)
 
     # Guards and switches
 
@@ -404,96 +325,19 @@ class BlockPool:
             if not on:
                 books.evict(books.cached)
 
-    def on_release(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call back, outside the lock, whenever room (available - entitled) has grown.
-
-        Returns:
-            A function that ends it.
-        """
-        self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback)
-
-    # For handles
-
-    def is_live(self, token: int) -> bool:
-        """Whether the handle of this number is neither consumed nor released."""
-        return token in self._runs
-
-    def release_handle(self, handle: Handle) -> None:
-        """`Handle.release`."""
-        with self._gate():
-            self._close(self._claim(handle))
-
-    def abandon(self, token: int) -> bool:
-        """Note that a handle was dropped; the next verb takes its pages back. Takes no lock: called by the GC.
-
-        Returns:
-            Whether anything was still booked under it.
-        """
-        run = self._runs.get(token)
-        if run is None:
-            return False
-        self._dropped.append(token)
-        return run.count + run.lifetime > 0
-
-    # Under the gate
-
-    @contextmanager
-    def _gate(self) -> Iterator[Books]:
-        """The one lock; afterwards tell waiters if room has grown."""
-        with self._lock:
-            before = self._room()
-            while self._dropped:
-                run = self._runs.pop(self._dropped.popleft(), None)
-                if run is not None:
-                    self._close(run)
-            yield self._books
-            grown = self._room() > before
-        if grown:
-            for callback in tuple(self._callbacks):
-                callback()
-
-    def _room(self) -> int:
-        return self._books.available - self._entitled
-
-    def _open(self, run: Run) -> int:
-        self._next_token += 1
-        self._runs[self._next_token] = run
-        return self._next_token
-
-    def _peek(self, handle: Handle) -> Run:
-        if handle.pool is not self:
-            raise UsageFault(f"{handle!r} belongs to another pool")
-        run = self._runs.get(handle.token)
-        if run is None:
-            raise UsageFault(f"{handle!r} was consumed or released before")
-        return run
-
-    def _claim(self, handle: Handle) -> Run:
-        run = self._peek(handle)
-        del self._runs[handle.token]
-        return run
-
     def _credit(self, run: Run, hold: Run) -> None:
         run.pages[: hold.count] = hold.owned
         run.count = run.registered = hold.count
         self._entitled -= hold.count  # B6
 
-    def _close(self, run: Run) -> None:
-        self._books.release(run.owned)
-        if run.kind == "entitlement":
-            self._entitled -= run.lifetime - run.count
-
-    def _is_all(self, run: Run, pages: Pages) -> bool:
-        """Whether `pages` is all of a run; raises where it has pages that are not the run's, or one twice."""
-        foreign = ~np.isin(pages, run.owned)
-        self._check_pages(pages, lambda valid: foreign[: len(valid)])
-        return len(pages) == run.count
-
     def _check_pages(self, pages: Pages, wrong: Callable[[Pages], npt.NDArray[Any]]) -> None:
         listed = pages.tolist()
         outside = [page for page in listed if not 0 < page < self.pages]
-        twice = sorted({page for page in listed if listed.count(page) > 1}) if len(set(listed)) < len(listed) else []
+        twice = (
+            sorted({page for page in listed if listed.count(page) > 1})
+            if len(set(listed)) < len(listed)
+            else []
+        )
         if outside or twice:
             raise UsageFault(f"pages outside 1 .. {self.pages - 1}: {outside}; listed twice: {twice}")
         bad = pages[wrong(pages)].tolist()

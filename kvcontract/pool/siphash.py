@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from kvcontract.core.jit import kernel
 
-
 # Shifts are uint64 because numba would widen uint64 mixed with int to float.
 _I0, _I1 = np.uint64(0x736F6D6570736575), np.uint64(0x646F72616E646F6D)
 _I2, _I3 = np.uint64(0x6C7967656E657261), np.uint64(0x7465646279746573)
@@ -50,11 +49,7 @@ def _absorb(
     return v0 ^ word, v1, v2, v3
 
 
-def _finish(
-    v0: np.uint64, v1: np.uint64, v2: np.uint64, v3: np.uint64, flip_1: np.uint64, flip_2: np.uint64
-) -> tuple[np.uint64, ...]:
-    v1 = v1 ^ flip_1
-    v2 = v2 ^ flip_2
+def _finish(v0: np.uint64, v1: np.uint64, v2: np.uint64, v3: np.uint64) -> tuple[np.uint64, ...]:
     for _ in range(4):
         v0, v1, v2, v3 = _round(v0, v1, v2, v3)
     return v0, v1, v2, v3
@@ -66,7 +61,7 @@ def _sample() -> tuple[Any, ...]:
 
 
 @kernel(sample=_sample, helpers=(_round, _absorb, _finish))
-def hash_pages(
+def hash_pages(  # noqa: PLR0917 - kernels take positional arguments
     words: npt.NDArray[np.uint32],
     step: int,
     page_tokens: int,
@@ -88,7 +83,6 @@ def hash_pages(
         extras: digests of the extra identity, uint64 [pages, 2]; or [0, 2].
         out: keys, uint64 [pages, 2], written.
     """
-    zero = np.uint64(0)
     parent_0, parent_1 = state[2], state[3]
     at = 0
     for page in range(out.shape[0]):
@@ -113,9 +107,9 @@ def hash_pages(
             last = last | np.uint64(words[at])
             at += step
         v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, last)
-        v0, v1, v2, v3 = _finish(v0, v1, v2, v3, zero, _LONG)
+        v0, v1, v2, v3 = _finish(v0, v1, v2 ^ _LONG, v3)
         parent_0 = v0 ^ v1 ^ v2 ^ v3
-        v0, v1, v2, v3 = _finish(v0, v1, v2, v3, _SECOND_HALF, zero)
+        v0, v1, v2, v3 = _finish(v0, v1 ^ _SECOND_HALF, v2, v3)
         parent_1 = v0 ^ v1 ^ v2 ^ v3
         out[page, 0] = parent_0
         out[page, 1] = parent_1

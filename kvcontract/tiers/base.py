@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
@@ -109,7 +110,13 @@ def record_keys(page_keys: NDArray[np.uint64], part: int, shard: int, shards: in
 
 
 def key_bytes(keys: RecordKeys) -> list[bytes]:
-    """Each key as 21 bytes: hashable, equal exactly for equal keys."""
+    """Each key as 21 bytes: hashable, equal exactly for equal keys.
+
+    Raises:
+        UsageFault: they are not record keys.
+    """
+    if keys.dtype != RECORD_KEY:
+        raise UsageFault(f"keys of dtype {keys.dtype}; expected those of record_keys()")
     packed, size = keys.tobytes(), RECORD_KEY_BYTES
     return [packed[at : at + size] for at in range(0, len(packed), size)]
 
@@ -153,7 +160,7 @@ class Buffers:
         """Per record, its (address, length) pairs as plain integers."""
         flat = list(zip(self.address.tolist(), self.length_bytes.tolist(), strict=True))
         first = self.first.tolist()
-        return [flat[start:end] for start, end in zip(first[:-1], first[1:], strict=True)]
+        return [flat[start:end] for start, end in pairwise(first)]
 
     def take(self, rows: Rows) -> Buffers:
         """The buffers of some records, in the order given."""
@@ -243,7 +250,7 @@ class Lease:
             release()
         finally:
             warnings.warn(
-                f"a lease of tier {self.tier!r} on {int(self.present.sum())} record(s) was dropped unreleased",
+                f"a lease of tier {self.tier!r} on {int(self.present.sum())} records was dropped unreleased",
                 ResourceWarning,
                 source=self,
                 stacklevel=1,

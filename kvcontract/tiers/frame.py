@@ -210,10 +210,11 @@ class FrameTemplate:
         headers[:, _KEY_AT : _KEY_AT + RECORD_KEY_BYTES] = np.frombuffer(keys.tobytes(), np.uint8).reshape(
             len(keys), RECORD_KEY_BYTES
         )
-        self._sums_of(headers)[:] = crcs.astype("<u4").view(np.uint8).reshape(len(keys), len(self.segments), 4)
-        for header in headers:
-            covered = header[: -_SUM.size]
-            header[-_SUM.size :] = np.frombuffer(_SUM.pack(crc32c(covered)), np.uint8)
+        self._sums_of(headers)[:] = (
+            crcs.astype("<u4").view(np.uint8).reshape(len(keys), len(self.segments), 4)
+        )
+        totals = [crc32c(header) for header in headers[:, : -_SUM.size]]
+        headers[:, -_SUM.size :] = np.array(totals, "<u4").view(np.uint8).reshape(len(keys), _SUM.size)
         return headers
 
     def verify(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from kvcontract.contract.executor import Attention, FieldRef, HfLayers
 from kvcontract.contract.layout import layout
 from kvcontract.contract.model import (
@@ -22,7 +24,6 @@ from kvcontract.contract.model import (
     Window,
 )
 from kvcontract.engine.checkpoint import random_model
-from torch import Tensor, nn
 
 VOCAB = 199
 _SMALL = {

@@ -1,0 +1,166 @@
+"""What every check gets: the declaration, children to execute in, a seed, a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvc_conformance.driver import Child
+from kvc_conformance.outcomes import Evidence
+from kvcontract.contract.check import Finding
+from kvcontract.contract.model import KvModel
+from kvcontract.core.shrink import shrink
+
+REFERENCE_TIMEOUT_S: Final = 240.0
+
+
+class Failed(Exception):
+    """A check found the clause broken."""
+
+    def __init__(
+        self, saw: str, *, where: str | None = None, trace: tuple[str, ...] = (), fault: Any = None
+    ) -> None:
+        self.evidence = Evidence(saw, where, trace, fault)
+        super().__init__(saw)
+
+
+class CouldNotRun(Exception):
+    """Something the check needs is missing; it is never green."""
+
+
+class NotApplicable(Exception):
+    """The declaration does not use what the clause is about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check of one clause.
+
+    Attributes:
+        clause: its id.
+        run: raises `Failed`, `CouldNotRun` or `NotApplicable`; returns figures worth knowing, or None.
+        cases: names of the cases to run it for; planned before anything of the check runs.
+    """
+
+    clause: str
+    run: Callable[[Bench, str], str | None]
+    cases: Callable[[Bench], tuple[str, ...]] = lambda _: ("",)
+
+
+@dataclass(slots=True)
+class Bench:
+    """The suite's workbench for one plugin.
+
+    Attributes:
+        job: what a child needs to load the plugin: see `kvc_conformance.probes.declare`.
+        folder: for small checkpoints and other files of this run.
+        seed: all randomness comes from it.
+        given_checkpoint: the checkpoint the user gave, used as it is.
+        model: what the plugin declares for the facts given; None if there is nothing to speak of.
+        findings: what is wrong with it, statically.
+        samples: configs to build small checkpoints from.
+        runs: whether the plugin brings an executor or asks for the generic one.
+        shrunk: what was changed to make the small model, by key.
+    """
+
+    job: dict[str, Any]
+    folder: Path
+    seed: int = 0
+    given_checkpoint: Path | None = None
+    model: KvModel | None = None
+    findings: tuple[Finding, ...] = ()
+    samples: tuple[dict[str, Any], ...] = ()
+    runs: bool = False
+    shrunk: dict[str, Any] = field(default_factory=dict)
+    _children: dict[str, Child] = field(default_factory=dict)
+    _checkpoint: Path | None = None
+    _small: KvModel | None = None
+
+    @property
+    def plugin(self) -> Child:
+        """The child that has the plugin, for the facts given."""
+        return self._child("plugin", self.job)
+
+    @property
+    def small_plugin(self) -> Child:
+        """The child that has the plugin, for the small checkpoint."""
+        checkpoint = str(self.checkpoint)
+        return self._child("small", {**self.job, "config": None, "checkpoint": checkpoint})
+
+    @property
+    def reference(self) -> Child:
+        """A child that never sees the plugin: it runs the unmodified model."""
+        return self._child("reference", {})
+
+    @property
+    def checkpoint(self) -> Path:
+        """A folder of config.json and weights: the one given, or a small one with seeded random weights.
+
+        Raises:
+            CouldNotRun: there is no executor to run one, or no config to build one from.
+        """
+        if not self.runs:
+            raise CouldNotRun("needs an executor (the plugin has no kvc_executor)")
+        if self.given_checkpoint is not None:
+            return self.given_checkpoint
+        if self._checkpoint is None:
+            self._checkpoint = self._build_checkpoint()
+        return self._checkpoint
+
+    def _build_checkpoint(self) -> Path:
+        if not self.samples:
+            raise CouldNotRun("needs a config (give --config or --checkpoint, or bring kvc_samples)")
+        small = shrink(self.samples[0])
+        self.shrunk = {key: list(change) for key, change in small.changes.items()}
+        folder = self.folder / "checkpoint"
+        arguments = {"config": small.config, "folder": str(folder), "seed": self.seed}
+        self.reference.call("reference.build", arguments, timeout_s=REFERENCE_TIMEOUT_S)
+        return folder
+
+    @property
+    def small(self) -> KvModel:
+        """The declaration for the small checkpoint; where nothing can run, the one for the facts given."""
+        if self._small is None:
+            if not self.runs:
+                return self.declared
+            answer = self.small_plugin.call("declare.declare")
+            self._small = parse(answer.body)[0]
+            if self._small is None:
+                raise Failed(
+                    "the plugin declares nothing for the small checkpoint: " + json.dumps(answer.body)
+                )
+        return self._small
+
+    @property
+    def declared(self) -> KvModel:
+        """The declaration for the facts given.
+
+        Raises:
+            CouldNotRun: there is none.
+        """
+        if self.model is None:
+            raise CouldNotRun("needs a declaration")
+        return self.model
+
+    def close(self) -> None:
+        """End all children."""
+        for child in self._children.values():
+            child.close()
+        self._children.clear()
+
+    def _child(self, name: str, job: Mapping[str, Any]) -> Child:
+        child = self._children.get(name)
+        if child is None or not child.alive:
+            if child is not None:
+                child.close()
+            child = self._children[name] = Child(job)
+        return child
+
+
+def parse(body: Mapping[str, Any]) -> tuple[KvModel | None, tuple[Finding, ...]]:
+    """A declaration and the child's findings from an answer of ``declare.declare``."""
+    model = None if body["model"] is None else KvModel.model_validate_json(body["model"])
+    return model, tuple(Finding(**item) for item in body["findings"])

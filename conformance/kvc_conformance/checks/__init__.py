@@ -1,0 +1,10 @@
+"""The checks, by family, in the order of the clauses."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvc_conformance.bench import Check
+from kvc_conformance.checks import static
+
+CHECKS: Final[tuple[Check, ...]] = (*static.CHECKS,)

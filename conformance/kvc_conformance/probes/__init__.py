@@ -1,0 +1,1 @@
+"""What a child executes: thin calls of the public API, no judgement."""

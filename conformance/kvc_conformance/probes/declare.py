@@ -1,0 +1,60 @@
+"""Probes that load the plugin and return what it declares.
+
+A child's job: ``name``, ``file``, ``config``, ``checkpoint`` (paths or null), ``options``,
+``plugin_options``, ``device``, ``dtype``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvc_conformance.channel import Message
+from kvc_conformance.child import Session
+from kvcontract.contract import plugins
+from kvcontract.core.launch import Launch, Runtime, Source, launch
+
+
+def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, Any]) -> Message:
+    """Load the plugin and call its factory; arguments may override ``options``."""
+    del arrays
+    opened = open_launch(session, arguments.get("options"))
+    findings = [
+        {
+            "clause": item.clause,
+            "path": item.path,
+            "value": item.value if isinstance(item.value, str | int | float | None) else repr(item.value),
+            "allowed": item.allowed,
+            "message": item.message,
+            "where": item.where,
+        }
+        for item in opened.findings
+    ]
+    declared = opened.declared
+    body = {
+        "model": None if declared is None else declared.canonical_json(),
+        "findings": findings,
+        "samples": list(opened.plugin.samples(opened.ctx)),
+        "runs": opened.plugin.implements("kvc_executor"),
+        "plugin": opened.plugin.dist,
+        "config": None if opened.ctx.config is None else dict(opened.ctx.config),
+    }
+    return Message(body)
+
+
+def open_launch(session: Session, options: Mapping[str, Any] | None = None) -> Launch:
+    """The launch of the session's job, with the plugin loaded once."""
+    job = session.job
+    source = Source(job["name"], _path(job["file"]), _path(job["config"]), _path(job["checkpoint"]))
+    if "homes" not in job:
+        plugin = plugins.load(source.name, file=source.file)
+        file = Path(plugin.module.__file__ or "")
+        job["homes"] = [str(file if source.file else file.parent)]
+    merged = {**job["options"], **(options or {})}
+    runtime = Runtime(job["device"], job.get("dtype") or "float32")
+    return launch(source, options=merged, plugin_options=job["plugin_options"], runtime=runtime)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)

@@ -1,0 +1,95 @@
+"""A report for people, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+from kvc_conformance.outcomes import BROKEN, Outcome, Result, fold
+from kvc_conformance.runner import Report, results_by_clause
+from kvcontract.contract.clauses import clause
+
+IN_FULL: Final = 3
+"""Failures that are told in full; the rest get a line each."""
+
+WORDS: Final = {
+    Outcome.PASS: "PASS",
+    Outcome.FAIL: "FAIL",
+    Outcome.ERROR: "ERROR",
+    Outcome.BLOCKED: "BLOCKED",
+    Outcome.COULD_NOT_RUN: "NOT RUN",
+    Outcome.NOT_APPLICABLE: "N/A",
+    Outcome.DESELECTED: "DESELECTED",
+}
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as plain JSON."""
+    request = report.request
+    return {
+        "schema": "kvc.report/1",
+        "model": request.name,
+        "verdict": report.verdict.kind,
+        "level": report.verdict.level,
+        "asked": request.level,
+        "sentence": report.verdict.sentence,
+        "exit_code": report.verdict.exit_code,
+        "counts": dict(Counter(result.outcome.value for result in report.results)),
+        "plan": [list(item) for item in report.plan],
+        "results": [result.as_json() for result in report.results],
+        "env": report.environment,
+    }
+
+
+def lines(report: Report, *, everything: bool = False, tracebacks: bool = False) -> list[str]:
+    """The report in plain lines: the clauses, root causes first among failures, the verdict last."""
+    worst = fold(report.results)
+    text = []
+    for clause_id, results in results_by_clause(report.results):
+        cases = f" ({len(results)} cases)" if len(results) > 1 else ""
+        note = _note(worst[clause_id], results)
+        text.append(f"{WORDS[worst[clause_id]]:<10} {clause_id}  {clause(clause_id).rule}{cases}{note}")
+    broken = [result for result in report.results if result.outcome in BROKEN]
+    blocked = sum(outcome is Outcome.BLOCKED for outcome in worst.values())
+    for number, result in enumerate(broken):
+        if number < IN_FULL or everything:
+            text += ["", *failure(result, report.request.name, tracebacks=tracebacks)]
+        else:
+            text.append(f"{WORDS[result.outcome]:<10} {result.clause} {result.case}: {result.evidence.saw}")
+    if len(broken) > IN_FULL and not everything:
+        text.append(f"({len(broken) - IN_FULL} more failure(s) in one line each; --all tells them in full)")
+    if blocked:
+        text.append(f"{blocked} clause(s) blocked by the failures above")
+    text += ["", report.verdict.sentence]
+    return text
+
+
+def _note(outcome: Outcome, results: list[Result]) -> str:
+    if outcome is Outcome.BLOCKED:
+        return f" [by {', '.join(results[0].because)}]"
+    if outcome in {Outcome.COULD_NOT_RUN, Outcome.NOT_APPLICABLE}:
+        return f" [{results[0].evidence.saw}]"
+    return ""
+
+
+def failure(result: Result, name: str, *, tracebacks: bool = False) -> list[str]:
+    """One failure, in about ten lines."""
+    rule = clause(result.clause)
+    case = f"  [{result.case}]" if result.case else ""
+    text = [f"{WORDS[result.outcome]}  {result.clause}{case}  ({rule.level}, kept by the {rule.who})"]
+    text.append(f"      rule:  {rule.rule}")
+    seen = result.evidence.saw.splitlines() or ["(nothing said)"]
+    text += [f"      {'saw:' if number == 0 else '':<6} {line}" for number, line in enumerate(seen)]
+    if result.evidence.where:
+        text.append(f"      where: {result.evidence.where}")
+    if tracebacks or result.fault in {"runtime", "suite"}:
+        text += [
+            f"      {'trace:' if number == 0 else '':<6} {line}"
+            for number, line in enumerate(result.evidence.trace)
+        ]
+    text.append(f"      why:   {rule.why}")
+    text.append(f"      try:   {rule.fix}")
+    text.append(f"      fault: {result.fault}")
+    text.append(f"      again: kvc conformance {name} --clause {result.clause}")
+    text.append(f"      more:  kvc explain {result.clause}")
+    return text

@@ -1,0 +1,116 @@
+"""What goes into the engine and what comes out: `Request` and `Result`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.executor import Limits
+from kvcontract.contract.model import Scope
+from kvcontract.engine.sampling import Sampling
+from kvcontract.pool.keys import token_array
+from kvcontract.store.policy import PLAIN, ResolvePolicy
+
+GREEDY: Final = Sampling()
+Capture = Literal["none", "sampled", "all"]
+
+
+class Finish(Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One request, checked.
+
+    Attributes:
+        id: given by the engine, never used twice.
+        prompt: int64[n].
+        max_new_tokens: most tokens to sample.
+        sampling: how tokens are chosen.
+        scope: who may share its pages.
+        stop_token_ids: sampling one of these ends the request; it is the last token of the result.
+        capture: whose logits the result keeps: none, of rows a token is sampled from, or of all rows run.
+        policy: how far a resolve may go.
+    """
+
+    id: int
+    prompt: NDArray[np.int64]
+    max_new_tokens: int
+    sampling: Sampling
+    scope: Scope
+    stop_token_ids: frozenset[int]
+    capture: Capture
+    policy: ResolvePolicy = PLAIN
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What became of a request.
+
+    Attributes:
+        id: of the request.
+        prompt_tokens: length of the prompt.
+        tokens: what was sampled.
+        finish: why it ended.
+        reason: in words, where it was refused or failed.
+        hit_tokens: tokens that were not computed.
+        sources: hit tokens by where they came from (I6).
+        degraded: why the hit was shorter than it might have been.
+        split: tokens of each step it ran in, in order; they begin at `hit_tokens`.
+        logits: [k, vocab] of the captured rows, on the CPU, or None.
+        positions: int64[k], position of each captured row.
+    """
+
+    id: int
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    finish: Finish
+    reason: str = ""
+    hit_tokens: int = 0
+    sources: Mapping[str, int] = field(default_factory=dict)
+    degraded: tuple[str, ...] = ()
+    split: tuple[int, ...] = ()
+    logits: Tensor | None = None
+    positions: NDArray[np.int64] | None = None
+
+
+def check_prompt(tokens: Sequence[int] | NDArray[np.integer], max_new: int, limits: Limits) -> NDArray[np.int64]:
+    """The prompt as int64[n].
+
+    Raises:
+        UsageFault: empty, too long, token ids outside the vocabulary (D5), or nothing to sample; all are named.
+    """
+    prompt = token_array(tokens).astype(np.int64)
+    faults = []
+    if not len(prompt):
+        faults.append("the prompt is empty; expected 1 token or more")
+    if max_new < 1:
+        faults.append(f"max_new_tokens {max_new}: expected 1 or more")
+    if len(prompt) + max_new > limits.max_context_tokens:
+        faults.append(
+            f"{len(prompt)} prompt + {max_new} new tokens: the model's context is {limits.max_context_tokens}"
+        )
+    outside = np.flatnonzero((prompt < 0) | (prompt >= limits.vocab_size))
+    if len(outside):
+        first = int(outside[0])
+        faults.append(
+            f"token id {prompt[first]} at position {first}: expected 0 <= id < {limits.vocab_size}"
+            f" ({len(outside)} such tokens)"
+        )
+    if faults:
+        raise UsageFault("request refused: " + "; ".join(faults))
+    return prompt

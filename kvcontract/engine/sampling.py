@@ -1,0 +1,77 @@
+"""The next token from a row of logits: greedy, temperature, top-p; no more.
+
+Sampling runs on the CPU in float64 with a generator of the request's own, so that a seed gives the same
+tokens whatever else is in the batch and whatever the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcontract.contract.errors import UsageFault
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: sample among the fewest likeliest tokens that together reach this probability.
+        seed: of the request's generator; None draws one.
+
+    Raises:
+        UsageFault: a value out of range; all are named.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
+            faults.append(f"temperature {self.temperature}: expected 0 (greedy) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            faults.append(f"top_p {self.top_p}: expected more than 0 and at most 1")
+        if faults:
+            raise UsageFault("; ".join(faults))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0
+
+
+class Sampler:
+    """Chooses one request's tokens; advances its generator once a token.
+
+    Args:
+        sampling: how.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    def __call__(self, logits: Tensor) -> int:
+        """The next token.
+
+        Args:
+            logits: [vocab], without NaN.
+        """
+        if self._sampling.greedy:
+            return int(logits.argmax())
+        scaled = logits.detach().to("cpu", torch.float64) / self._sampling.temperature
+        likely, tokens = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
+        # The token that crosses top_p is kept; so is the first one, always.
+        kept = likely.masked_fill(likely.cumsum(-1) - likely >= self._sampling.top_p, 0.0)
+        return int(tokens[torch.multinomial(kept, 1, generator=self._generator)])

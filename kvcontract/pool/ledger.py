@@ -1,0 +1,186 @@
+"""What the pool has given to whom, behind one lock: gauges, handles, waiters.
+
+The verbs of `pool.py` are built on this: each enters the gate, works on `Books` and on the runs booked under
+handles, and leaves; waiters are told afterwards, outside the lock, if room has grown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvcontract.contract.errors import UsageFault
+from kvcontract.pool.audit import audit
+from kvcontract.pool.books import Books
+from kvcontract.pool.handles import Handle, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """One consistent reading of a pool, in pages: `free + cached + held == total`."""
+
+    total: int
+    free: int
+    cached: int
+    held: int
+    entitled: int
+    pinned: int
+
+    @property
+    def available(self) -> int:
+        """Pages that can be drawn: free ones, and cached ones by eviction."""
+        return self.free + self.cached
+
+
+class Ledger:
+    """Runs booked under handles, over the books of one pool.
+
+    Args:
+        books: the pages' state; only ever touched inside the gate.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._entitled = 0
+        self._lock = threading.Lock()
+        self._runs: dict[int, Run] = {}
+        self._next_token = 0
+        self._dropped: deque[int] = deque()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def gauges(self) -> Gauges:
+        """All gauges at one moment."""
+        with self._gate() as books:
+            return Gauges(
+                books.total, books.free, books.cached, books.held, self._entitled, pinned=books.pinned
+            )
+
+    @property
+    def total(self) -> int:
+        """Usable pages: all but page 0."""
+        return self._books.total
+
+    @property
+    def free(self) -> int:
+        """Pages without content."""
+        return self.gauges().free
+
+    @property
+    def cached(self) -> int:
+        """Pages with content that nobody owns: evictable."""
+        return self.gauges().cached
+
+    @property
+    def held(self) -> int:
+        """Pages that somebody owns or pins."""
+        return self.gauges().held
+
+    @property
+    def entitled(self) -> int:
+        """Pages that admitted requests may still draw."""
+        return self.gauges().entitled
+
+    @property
+    def available(self) -> int:
+        """Pages that can be drawn: free + cached."""
+        return self.gauges().available
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Pages with saves in flight, each counted once (B9)."""
+        return self.gauges().pinned
+
+    def check_books(self) -> None:
+        """Audit every array against every promise.
+
+        Raises:
+            InternalFault: something disagrees; the message names all of it.
+        """
+        with self._gate() as books:
+            audit(books, self._runs.values(), self._entitled)
+
+    def on_release(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back, outside the lock, whenever room (available - entitled) has grown.
+
+        Returns:
+            A function that ends it.
+        """
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    # For handles
+
+    def is_live(self, token: int) -> bool:
+        """Whether the handle of this number is neither consumed nor released."""
+        return token in self._runs
+
+    def release_handle(self, handle: Handle) -> None:
+        """`Handle.release`."""
+        with self._gate():
+            self._close(self._claim(handle))
+
+    def abandon(self, token: int) -> bool:
+        """Note that a handle was dropped: the next verb takes its pages back. Lock-free, the GC calls it.
+
+        Returns:
+            Whether anything was still booked under it.
+        """
+        run = self._runs.get(token)
+        if run is None:
+            return False
+        self._dropped.append(token)
+        return run.count + run.lifetime > 0
+
+    # Under the gate
+
+    @contextmanager
+    def _gate(self) -> Iterator[Books]:
+        """The one lock; afterwards tell waiters if room has grown."""
+        grown = False
+        try:
+            with self._lock:
+                before = self._room()
+                self._take_back_dropped()
+                try:
+                    yield self._books
+                finally:
+                    grown = self._room() > before
+        finally:
+            if grown:
+                for callback in tuple(self._callbacks):
+                    callback()
+
+    def _take_back_dropped(self) -> None:
+        while self._dropped:
+            run = self._runs.pop(self._dropped.popleft(), None)
+            if run is not None:
+                self._close(run)
+
+    def _room(self) -> int:
+        return self._books.available - self._entitled
+
+    def _open(self, run: Run) -> int:
+        self._next_token += 1
+        self._runs[self._next_token] = run
+        return self._next_token
+
+    def _peek(self, handle: Handle) -> Run:
+        if handle.pool is not self:
+            raise UsageFault(f"{handle!r} belongs to another pool")
+        run = self._runs.get(handle.token)
+        if run is None:
+            raise UsageFault(f"{handle!r} was consumed or released before")
+        return run
+
+    def _claim(self, handle: Handle) -> Run:
+        run = self._peek(handle)
+        del self._runs[handle.token]
+        return run
+
+    def _close(self, run: Run) -> None:
+        self._books.release(run.owned)
+        if run.kind == "entitlement":
+            self._entitled -= run.lifetime - run.count
