@@ -16,7 +16,7 @@ from kvc_conformance.channel import Channel, ChannelClosed, Message
 from kvcontract.contract.errors import KvContractError
 
 SCRUBBED: Final = ("PYTHON", "PYTEST", "KVC_", "HYPOTHESIS")
-"""Environment variables with these beginnings do not reach a child: nothing outside may change its verdict."""
+"""Environment variables with these beginnings do not reach a child: nothing outside may sway it."""
 
 LOG_TAIL: Final = 2000
 
@@ -59,7 +59,7 @@ class Child:
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         ours, theirs = socket.socketpair()
-        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED)}
         environment["HF_HUB_OFFLINE"] = "1"
         command = [sys.executable, "-I", "-m", "kvc_conformance.child", str(theirs.fileno())]

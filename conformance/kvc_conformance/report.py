@@ -79,17 +79,18 @@ def failure(result: Result, name: str, *, tracebacks: bool = False) -> list[str]
     text = [f"{WORDS[result.outcome]}  {result.clause}{case}  ({rule.level}, kept by the {rule.who})"]
     text.append(f"      rule:  {rule.rule}")
     seen = result.evidence.saw.splitlines() or ["(nothing said)"]
-    text += [f"      {'saw:' if number == 0 else '':<6} {line}" for number, line in enumerate(seen)]
+    text += _labelled("saw:", seen)
     if result.evidence.where:
         text.append(f"      where: {result.evidence.where}")
     if tracebacks or result.fault in {"runtime", "suite"}:
-        text += [
-            f"      {'trace:' if number == 0 else '':<6} {line}"
-            for number, line in enumerate(result.evidence.trace)
-        ]
+        text += _labelled("trace:", list(result.evidence.trace))
     text.append(f"      why:   {rule.why}")
     text.append(f"      try:   {rule.fix}")
     text.append(f"      fault: {result.fault}")
     text.append(f"      again: kvc conformance {name} --clause {result.clause}")
     text.append(f"      more:  kvc explain {result.clause}")
     return text
+
+
+def _labelled(label: str, text: list[str]) -> list[str]:
+    return [f"      {label if number == 0 else '':<6} {line}" for number, line in enumerate(text)]

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable, parse
 from kvc_conformance.checks import CHECKS
 from kvc_conformance.driver import ChildDied, ProbeFailed
-from kvc_conformance.outcomes import HOLDS, Evidence, Outcome, Result, Verdict, fold, judge
+from kvc_conformance.outcomes import HOLDS, Evidence, Fault, Outcome, Result, Verdict, fold, judge
 from kvcontract.contract.clauses import CLAUSES, Level, clause
 from kvcontract.contract.errors import InternalFault, UsageFault
 from kvcontract.core.launch import read_config
@@ -96,9 +96,8 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     _inventory(runner.plan, results)
     verdict = judge(request.name, results, request.level)
     if failure is not None:
-        verdict = Verdict(
-            "not conformant", None, f"{request.name}: could not be loaded: {failure}", NOT_LOADED
-        )
+        sentence = f"{request.name}: could not be loaded: {failure.text}"
+        verdict = Verdict("not conformant", None, sentence, NOT_LOADED)
     elif request.only and verdict.exit_code == 0:
         sentence = f"{request.name}: every selected clause holds; a selection certifies nothing"
         verdict = Verdict("incomplete", None, sentence, 3)
@@ -238,7 +237,7 @@ class _Runner:
         except NotApplicable as reason:
             return result(Outcome.NOT_APPLICABLE, Evidence(str(reason)))
         except ProbeFailed as error:
-            fault = "plugin" if error.from_plugin else "runtime"
+            fault: Fault = "plugin" if error.from_plugin else "runtime"
             outcome = Outcome.FAIL if error.clause == check.clause else Outcome.ERROR
             trace = tuple(error.trace.strip().splitlines()[-12:])
             return result(outcome, Evidence(f"{error.kind}: {error.text}", error.where, trace, fault))

@@ -17,8 +17,6 @@ from kvcontract.engine.request import Request
 from kvcontract.store.policy import KvPrefix
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from kvcontract.store.store import KvStore
 
 
@@ -38,7 +36,7 @@ class Arrival:
 
 
 class Intake:
-    """Runs resolves on an event loop of its own.
+    """Runs resolves on an event loop of its own; every verb may be called from any thread.
 
     Args:
         store: asked for prefixes; None gives every request the empty one.
@@ -52,10 +50,12 @@ class Intake:
         self._wake = wake
         self._lock = threading.Lock()
         self._inbox: deque[Arrival] = deque()
-        self._resolving: dict[int, Future[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvc-intake", daemon=True)
+        self._resolving: set[int] = set()
+        self._tasks: dict[int, asyncio.Task[KvPrefix]] = {}  # the loop's thread alone touches it
+        self._loop: asyncio.AbstractEventLoop | None = None
         if store is not None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="kvc-intake", daemon=True)
             self._thread.start()
 
     @property
@@ -65,25 +65,27 @@ class Intake:
             return len(self._resolving)
 
     @property
-    def waiting(self) -> int:
+    def arrived(self) -> int:
         """Arrivals that nobody has taken."""
         with self._lock:
             return len(self._inbox)
 
     def begin(self, request: Request) -> None:
-        """Take a request; it arrives in the inbox once its prefix is known.  Callable from any thread."""
-        if self._store is None:
+        """Take a request; it arrives in the inbox once its prefix is known."""
+        if self._store is None or self._loop is None:
             self._arrive(Arrival(request, KvPrefix.none(self._rank)))
             return
         with self._lock:
-            work = self._resolve(self._store, request)
-            self._resolving[request.id] = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._resolving.add(request.id)
+        self._loop.call_soon_threadsafe(self._spawn, self._store, self._loop, request)
 
     def cancel(self, request_id: int) -> bool:
         """End a resolve: the request arrives promptly with the empty prefix (A11); False if it is not here."""
         with self._lock:
-            future = self._resolving.get(request_id)
-        return future is not None and future.cancel()
+            here = request_id in self._resolving
+        if here and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._cancel, request_id)
+        return here
 
     def take(self) -> list[Arrival]:
         """Everything that has arrived, in order."""
@@ -93,34 +95,48 @@ class Intake:
         return arrived
 
     def close(self) -> list[Arrival]:
-        """Cancel what is being resolved, end the loop, hand everything over."""
-        with self._lock:
-            futures = list(self._resolving.values())
-        for future in futures:
-            future.cancel()
-        if self._thread.is_alive():
+        """Cancel what is being resolved, end the loop, hand everything over; nothing may begin any more."""
+        if self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        self._loop.close()
+            self._loop.close()
         return self.take()
 
-    async def _resolve(self, store: KvStore, request: Request) -> None:
-        prefix, error = KvPrefix.none(self._rank), None
-        try:
-            prefix = await store.resolve_prefix(self._rank, request.prompt, request.scope, request.policy)
-        except asyncio.CancelledError as cancelled:
-            error = cancelled
-        except Exception as fault:  # noqa: BLE001 - carried to the request's result, which reports it
-            error = fault
-        self._arrive(Arrival(request, prefix, error))
+    # On the loop
+
+    def _spawn(self, store: KvStore, loop: asyncio.AbstractEventLoop, request: Request) -> None:
+        work = store.resolve_prefix(self._rank, request.prompt, request.scope, request.policy)
+        task = loop.create_task(work)
+        self._tasks[request.id] = task
+        # Not inside the task: one that is cancelled before it began runs none of its own code.
+        task.add_done_callback(lambda done: self._end(request, done))
+
+    def _end(self, request: Request, task: asyncio.Task[KvPrefix]) -> None:
+        del self._tasks[request.id]
+        nothing = KvPrefix.none(self._rank)
+        if task.cancelled():
+            self._arrive(Arrival(request, nothing))
+        elif (error := task.exception()) is not None:
+            self._arrive(Arrival(request, nothing, error))
+        else:
+            self._arrive(Arrival(request, task.result()))
+
+    def _cancel(self, request_id: int) -> None:
+        if request_id in self._tasks:
+            self._tasks[request_id].cancel()
+
+    async def _drain(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # The callbacks that file the arrivals run in the loop's next turn.
+        while self._tasks:
+            await asyncio.sleep(0)
 
     def _arrive(self, arrival: Arrival) -> None:
         with self._lock:
-            self._resolving.pop(arrival.request.id, None)
+            self._resolving.discard(arrival.request.id)
             self._inbox.append(arrival)
         self._wake.set()
-
-    async def _drain(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -88,7 +88,9 @@ class Result:
     positions: NDArray[np.int64] | None = None
 
 
-def check_prompt(tokens: Sequence[int] | NDArray[np.integer], max_new: int, limits: Limits) -> NDArray[np.int64]:
+def check_prompt(
+    tokens: Sequence[int] | NDArray[np.integer], max_new: int, limits: Limits
+) -> NDArray[np.int64]:
     """The prompt as int64[n].
 
     Raises:

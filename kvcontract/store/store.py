@@ -155,7 +155,7 @@ class KvStore:
         Args:
             req: an unreleased request of one of the ranks.
             cls: why.
-            after: waited for before the first byte is read, e.g. an event that the step's writes complete (C2).
+            after: waited for before the first byte is read: the event of the step's writes (C2).
 
         Returns:
             Settles with what became of it, once every copy has landed.
@@ -178,7 +178,7 @@ class KvStore:
     # Barriers
 
     async def flush_saves(self, level: Level = "landed", deadline_s: float = 60.0) -> bool:
-        """Wait for every save submitted before; True if all settled, and the tiers reached `level`, in time."""
+        """Wait for every save submitted before; True if all settled and the tiers reached `level` in time."""
         deadline = asyncio.get_running_loop().time() + deadline_s
         if not await _settled(self._sealer.saves, deadline):
             return False

@@ -1,0 +1,52 @@
+"""One step's batch: chunks of several requests side by side, as the arrays an executor takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcontract.contract.executor import Step
+from kvcontract.pool.request import Chunk
+
+
+def build_step(chunks: Sequence[Chunk], *, all_rows: Sequence[bool]) -> Step:
+    """Put chunks together.
+
+    Args:
+        chunks: at least one, each of another request.
+        all_rows: for each chunk, whether the logits of all its rows are wanted, or only where it emits.
+    """
+    sizes = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
+    query_start = np.concatenate([[0], np.cumsum(sizes)])
+    want = [
+        wanted_rows(chunk, all_rows=every) + first
+        for chunk, every, first in zip(chunks, all_rows, query_start[:-1], strict=True)
+    ]
+    return Step(
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        positions=np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]),
+        query_start=query_start,
+        context_len=np.array([chunk.context_len for chunk in chunks], np.int64),
+        page_table={space: _table([chunk.pages[space] for chunk in chunks]) for space in chunks[0].pages},
+        want=np.concatenate(want),
+        slots={
+            group: np.array([chunk.slots[group] for chunk in chunks], np.int32) for group in chunks[0].slots
+        },
+    )
+
+
+def wanted_rows(chunk: Chunk, *, all_rows: bool) -> NDArray[np.int64]:
+    """Rows of a chunk whose logits are wanted, ascending: all, the one a token is sampled from, or none."""
+    size = len(chunk.token_ids)
+    first = 0 if all_rows else size - 1 if chunk.emits else size
+    return np.arange(first, size)
+
+
+def _table(pages: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """int32[b, p], padded with block 0, which is nobody's (B21)."""
+    table = np.zeros((len(pages), max(map(len, pages))), np.int32)
+    for row, ids in zip(table, pages, strict=True):
+        row[: len(ids)] = ids
+    return table

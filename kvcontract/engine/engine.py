@@ -1,0 +1,435 @@
+"""A small continuous-batching engine: it exists so that conformance and benchmarks run a real model.
+
+::
+
+    with Engine(model, executor, pool, store=store) as engine:
+        request = engine.submit(prompt, max_new_tokens=32)
+        result = engine.run()[request]
+
+One thread calls `step` (or `run`); `submit` and `cancel` may come from any.  A request is owned by one place
+at a time: intake (being resolved) → inbox → `_waiting` (resolved, not admitted) → `_active` (in the pool) →
+results.  Where it lies is its state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcontract.contract.errors import InternalFault, UsageFault
+from kvcontract.contract.executor import Executor
+from kvcontract.contract.layout import fingerprint, layout
+from kvcontract.contract.model import KvModel, Scope
+from kvcontract.engine.batch import build_step, wanted_rows
+from kvcontract.engine.intake import Arrival, Intake
+from kvcontract.engine.request import GREEDY, Capture, Finish, Request, Result, check_prompt
+from kvcontract.engine.sampling import Sampler, Sampling
+from kvcontract.pool.handles import Later, Never
+from kvcontract.pool.keys import FleetSecret, Keyer
+from kvcontract.pool.pool import BlockPool
+from kvcontract.pool.request import FULL, Chunk, RequestKv, admit
+from kvcontract.store.policy import PLAIN, KvPrefix, ResolvePolicy
+
+if TYPE_CHECKING:
+    from kvcontract.store.store import KvStore
+
+STALL_S: Final = 120.0
+"""`run` gives up when nothing has moved for so long."""
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """An admitted request and what it has produced."""
+
+    request: Request
+    prefix: KvPrefix
+    kv: RequestKv
+    sampler: Sampler
+    split: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    positions: list[NDArray[np.int64]] = field(default_factory=list)
+    sealed_pages: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What was sampled."""
+        return tuple(self.kv.tokens[self.kv.prompt_len :].tolist())
+
+
+class Engine:
+    """Runs requests over one rank.
+
+    Args:
+        model: the declaration.
+        executor: bound to the arenas already.
+        pool: the rank's pages.
+        store: prefix cache and tiers; None: every prompt is computed.
+        rank: name of the rank in the store.
+        max_batch_tokens: most tokens of one step.
+        max_chunk_tokens: prefill chunks end at multiples of this position, so that a request is cut at the
+            same places whatever it hits; None is `max_batch_tokens`.
+        max_requests: most requests at once.
+        stop_token_ids: end-of-sequence ids of the model.
+
+    Raises:
+        UsageFault: limits that cannot work, or state that the pool does not serve; all are named.
+    """
+
+    def __init__(
+        self,
+        model: KvModel,
+        executor: Executor,
+        pool: BlockPool,
+        *,
+        store: KvStore | None = None,
+        rank: str = "0",
+        max_batch_tokens: int | None = None,
+        max_chunk_tokens: int | None = None,
+        max_requests: int | None = None,
+        stop_token_ids: Collection[int] = (),
+    ) -> None:
+        limits = executor.limits
+        self.model = model
+        self.pool = pool
+        self.store = store
+        self.max_requests = limits.max_requests if max_requests is None else max_requests
+        self.max_batch_tokens = limits.max_tokens if max_batch_tokens is None else max_batch_tokens
+        self.max_chunk_tokens = self.max_batch_tokens if max_chunk_tokens is None else max_chunk_tokens
+        _refuse(self, executor)
+        self._limits = limits
+        self._executor = executor
+        self._stop_token_ids = frozenset(stop_token_ids)
+        secret = FleetSecret.random()
+        own = Keyer(fingerprint(model).required, secret, model.page_tokens)
+        self._keyer = own if store is None else store.keyer
+        self._wake = threading.Event()
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._cancelled: set[int] = set()
+        self._intake = Intake(store, rank, self._wake)
+        self._waiting: deque[Arrival] = deque()
+        self._active: list[_Active] = []
+        self._results: dict[int, Result] = {}
+        self._open = 0
+        self._closed = False
+        self._forget_pool = pool.on_release(self._wake.set)
+
+    # In and out
+
+    def submit(
+        self,
+        prompt: Sequence[int] | NDArray[np.integer[Any]],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling = GREEDY,
+        scope: Scope | None = None,
+        stop_token_ids: Collection[int] | None = None,
+        capture_logits: Capture | bool = False,
+        policy: ResolvePolicy = PLAIN,
+    ) -> int:
+        """Hand a request over; returns its id.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: most tokens to sample.
+            sampling: how.
+            scope: who may share its pages.
+            stop_token_ids: instead of the engine's; empty runs to the full length.
+            capture_logits: keep the logits of sampled rows (True), or of ``"all"`` rows that are run.
+            policy: how far the resolve may go.
+
+        Raises:
+            UsageFault: the request cannot be served by this model; every fault is named.
+        """
+        tokens = check_prompt(prompt, max_new_tokens, self._limits)
+        capture: Capture = (
+            capture_logits if isinstance(capture_logits, str) else "sampled" if capture_logits else "none"
+        )
+        stops = self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
+        with self._lock:
+            if self._closed:
+                raise UsageFault("the engine is closed: it takes no more work")
+            request = Request(
+                next(self._ids), tokens, max_new_tokens, sampling, scope or Scope(), stops, capture, policy
+            )
+            self._open += 1
+        lifetime = -(-(len(tokens) + max_new_tokens) // self.pool.page_tokens)
+        if lifetime > self.pool.total:
+            # B10: what can never fit is refused at intake, before anything is fetched for it.
+            why = f"{lifetime} pages for {len(tokens)} + {max_new_tokens} tokens; the pool has {self.pool.total}"
+            self._end(Result(request.id, len(tokens), (), Finish.REFUSED, why))
+        else:
+            self._intake.begin(request)
+        return request.id
+
+    def cancel(self, request_id: int) -> None:
+        """End a request early, wherever it is; its result says what it had produced."""
+        with self._lock:
+            self._cancelled.add(request_id)
+        self._intake.cancel(request_id)
+        self._wake.set()
+
+    def take_results(self) -> dict[int, Result]:
+        """Results of finished requests by id; each is handed out once."""
+        with self._lock:
+            results, self._results = self._results, {}
+        return results
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has its result."""
+        with self._lock:
+            return self._open == 0
+
+    def gauges(self) -> dict[str, int]:
+        """Requests by where they are; all 0 at idle (R8)."""
+        return {
+            "resolving": self._intake.resolving,
+            "arrived": self._intake.arrived,
+            "waiting": len(self._waiting),
+            "active": len(self._active),
+        }
+
+    # Running
+
+    def run(self) -> dict[int, Result]:
+        """Step until every request has its result; returns those not taken yet.
+
+        Raises:
+            InternalFault: nothing moved for `STALL_S`.
+        """
+        moved = time.monotonic()
+        while not self.idle:
+            self._wake.clear()
+            if self.step():
+                moved = time.monotonic()
+            elif not self.idle:
+                if time.monotonic() - moved > STALL_S:
+                    raise InternalFault(f"no request moved for {STALL_S:g} s: {self.gauges()}")
+                self._wake.wait(STALL_S)
+        return self.take_results()
+
+    def step(self) -> bool:
+        """Admit what fits, run one batch; False if there was nothing to do.
+
+        Raises:
+            Exception: what the executor raised; the requests of the batch have failed results by then.
+        """
+        arrived = self._intake.take()
+        self._waiting.extend(arrived)
+        ended = self._drop_cancelled()
+        admitted = self._admit()
+        batch = self._schedule()
+        if batch:
+            self._run(batch)
+        return bool(batch or admitted or ended or arrived)
+
+    def _admit(self) -> int:
+        """Admit waiting requests in order, up to the first that does not fit now."""
+        before = len(self._waiting)
+        while self._waiting and len(self._active) < self.max_requests:
+            arrival = self._waiting[0]
+            request, prefix = arrival.request, arrival.prefix
+            if arrival.error is not None:
+                self._waiting.popleft()
+                self._end(_refusal(request, Finish.FAILED, f"resolve: {arrival.error!r}"))
+                continue
+            answer = admit(
+                self.pool,
+                prompt_tokens=request.prompt,
+                max_new_tokens=request.max_new_tokens,
+                keyer=self._keyer,
+                scope=request.scope,
+                prefix=prefix,
+            )
+            if isinstance(answer, Later):
+                if self._active or not self._shed():
+                    break
+                continue
+            self._waiting.popleft()
+            if isinstance(answer, Never):
+                prefix.release()
+                self._end(_refusal(request, Finish.REFUSED, answer.reason))
+                continue
+            self._active.append(_Active(request, prefix, answer, Sampler(request.sampling)))
+        return before - len(self._waiting)
+
+    def _shed(self) -> bool:
+        """Send the last waiting request with a hold back to the intake; False if there is none.
+
+        With nothing active, only holds of waiting requests keep the head out, and none would ever let go (B8).
+        """
+        for index in range(len(self._waiting) - 1, 0, -1):
+            arrival = self._waiting[index]
+            if arrival.prefix.hold is not None:
+                del self._waiting[index]
+                arrival.prefix.release()
+                self._intake.begin(arrival.request)
+                return True
+        return False
+
+    def _drop_cancelled(self) -> int:
+        """End the cancelled requests that the scheduler owns."""
+        with self._lock:
+            cancelled = set(self._cancelled)
+        gone = [arrival for arrival in self._waiting if arrival.request.id in cancelled]
+        for arrival in gone:
+            self._waiting.remove(arrival)
+            arrival.prefix.release()
+            self._end(_refusal(arrival.request, Finish.CANCELLED, ""))
+        stopped = [active for active in self._active if active.request.id in cancelled]
+        for active in stopped:
+            self._finish(active, Finish.CANCELLED)
+        return len(gone) + len(stopped)
+
+    def _schedule(self) -> list[tuple[_Active, Chunk]]:
+        """Decodes first, then prefill chunks in order of admission, while tokens are left."""
+        prefilling = [item for item in self._active if item.kv.committed_tokens < item.kv.prompt_len]
+        batch = [(item, item.kv.schedule_decode()) for item in self._active if item not in prefilling]
+        left = self.max_batch_tokens - len(batch)
+        for item in prefilling:
+            start = item.kv.committed_tokens
+            size = min(left, self.max_chunk_tokens - start % self.max_chunk_tokens)
+            if size > 0:
+                chunk = item.kv.schedule_prefill(size)
+                batch.append((item, chunk))
+                left -= len(chunk.token_ids)
+        return batch
+
+    def _run(self, batch: list[tuple[_Active, Chunk]]) -> None:
+        every = [item.request.capture == "all" for item, _ in batch]
+        try:
+            step = build_step([chunk for _, chunk in batch], all_rows=every)
+            logits = self._executor.forward(step).logits
+            broken = logits.isnan().any(dim=-1).tolist()
+        except BaseException as error:
+            for item, chunk in batch:
+                item.kv.revert(chunk)
+                self._finish(item, Finish.FAILED, f"step: {error!r}")
+            raise
+        row = 0
+        for (item, chunk), all_rows in zip(batch, every, strict=True):
+            wanted = wanted_rows(chunk, all_rows=all_rows)
+            rows = slice(row, row + len(wanted))
+            row = rows.stop
+            if any(broken[rows]):
+                item.kv.revert(chunk)
+                where = chunk.start + int(wanted[broken[rows].index(True)])
+                self._finish(item, Finish.FAILED, f"the logits of position {where} are NaN")
+            else:
+                self._apply(item, chunk, logits[rows], wanted)
+
+    def _apply(self, item: _Active, chunk: Chunk, logits: Tensor, wanted: NDArray[np.int64]) -> None:
+        """Commit one request's part of a step: sample, register, seal, finish."""
+        token = item.sampler(logits[-1]) if chunk.emits else None
+        item.kv.apply_prefill(chunk, token)
+        item.split.append(len(chunk.token_ids))
+        if item.request.capture != "none" and len(wanted):
+            item.logits.append(logits.detach().cpu())
+            item.positions.append(chunk.start + wanted)
+        if self.store is not None and item.kv.registered > item.sealed_pages:
+            self.store.seal(item.kv, after=_written(logits.device))
+            item.sealed_pages = item.kv.registered
+        if token is not None and token in item.request.stop_token_ids:
+            self._finish(item, Finish.STOP)
+        elif item.kv.finished:
+            self._finish(item, Finish.LENGTH)
+
+    def _finish(self, item: _Active, finish: Finish, reason: str = "") -> None:
+        self._active.remove(item)
+        tokens = item.tokens
+        try:
+            if self.store is None:
+                item.kv.release()
+            else:
+                self.store.retire(item.kv)
+        finally:
+            self._end(
+                Result(
+                    id=item.request.id,
+                    prompt_tokens=item.kv.prompt_len,
+                    tokens=tokens,
+                    finish=finish,
+                    reason=reason,
+                    hit_tokens=item.kv.hit_tokens,
+                    sources=item.prefix.sources,
+                    degraded=item.prefix.degraded,
+                    split=tuple(item.split),
+                    logits=torch.cat(item.logits) if item.logits else None,
+                    positions=np.concatenate(item.positions) if item.positions else None,
+                )
+            )
+
+    def _end(self, result: Result) -> None:
+        with self._lock:
+            self._results[result.id] = result
+            self._cancelled.discard(result.id)
+            self._open -= 1
+
+    # The end
+
+    def close(self) -> None:
+        """Cancel what is left and give every page back; the store, if any, stays the caller's.  Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._waiting.extend(self._intake.close())
+        for arrival in self._waiting:
+            arrival.prefix.release()
+            self._end(_refusal(arrival.request, Finish.CANCELLED, "the engine was closed"))
+        self._waiting.clear()
+        for item in list(self._active):
+            self._finish(item, Finish.CANCELLED, "the engine was closed")
+        self._forget_pool()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _refuse(engine: Engine, executor: Executor) -> None:
+    limits = executor.limits
+    faults = []
+    if not 1 <= engine.max_requests <= limits.max_requests:
+        faults.append(f"max_requests {engine.max_requests}: expected 1 .. {limits.max_requests}")
+    if not engine.max_requests <= engine.max_batch_tokens <= limits.max_tokens:
+        # Every active request must be able to move in every step.
+        faults.append(
+            f"max_batch_tokens {engine.max_batch_tokens}: expected {engine.max_requests} (max_requests)"
+            f" .. {limits.max_tokens}"
+        )
+    if engine.max_chunk_tokens < 1:
+        faults.append(f"max_chunk_tokens {engine.max_chunk_tokens}: expected 1 or more")
+    if engine.pool.page_tokens != engine.model.page_tokens:
+        faults.append(f"pages of {engine.pool.page_tokens} tokens, declared {engine.model.page_tokens}")
+    other = [space.key for space in layout(engine.model).spaces if space.key != FULL]
+    if other:
+        faults.append(f"state in {', '.join(other)}: this engine serves full attention only")
+    if faults:
+        raise UsageFault("the engine cannot run: " + "; ".join(faults))
+
+
+def _refusal(request: Request, finish: Finish, reason: str) -> Result:
+    return Result(request.id, len(request.prompt), (), finish, reason)
+
+
+def _written(device: torch.device) -> Any:
+    """Waits, on whatever thread calls it, until the writes queued on the device so far are done (C2)."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize

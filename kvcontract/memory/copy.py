@@ -1,0 +1,366 @@
+"""Copy programs: how one worker's blocks become the payload of one record, and back.
+
+A program is compiled once from two field lists, that of the device and that of the wire: fields are matched
+by (arena, field) and axes by name; a wire shard is a slice of the axis that tensor parallelism cuts; axes in
+another order are a permutation.  What follows is a short list of strided copies in which all that touches is
+merged.  Where nothing but long runs of bytes is left, a record can be moved straight from and to the pages
+(`direct`); otherwise it goes through a contiguous buffer (`gather`, `scatter`).
+
+Elements are moved as integers: NaN payloads and -0.0 survive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcontract.contract.errors import InternalFault, UsageFault
+from kvcontract.contract.layout import ArenaLayout, FieldLayout, WireRecord, held
+from kvcontract.contract.model import TOKEN_AXIS
+from kvcontract.memory.binding import ArenaBinding, Binding, as_bytes, typed_view
+
+MIN_RUN_BYTES: Final = 4096
+"""Records of several runs are moved run by run only if none is shorter; below, staging is faster."""
+
+Blocks = NDArray[np.integer[Any]]
+
+_UNITS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+class Program(Protocol):
+    """Moves blocks to and from the payload of one record.
+
+    Attributes:
+        payload_bytes: of one record.
+        direct: whether `buffers` may be used; `gather` and `scatter` always work.
+        complete: whether the worker holds all of the record; if not, `scatter` writes what it holds.
+    """
+
+    payload_bytes: int
+    direct: bool
+    complete: bool
+
+    def buffers(self, blocks: Blocks) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        """Where the payloads of blocks lie: addresses int64[n, k], and the length of each of k pieces."""
+        ...
+
+    def gather(self, blocks: Blocks, out: Tensor) -> None:
+        """Write the payloads of blocks into `out`, uint8[n, payload_bytes], contiguous, on any device."""
+        ...
+
+    def scatter(self, blocks: Blocks, staged: Tensor) -> None:
+        """Write payloads, uint8[n, payload_bytes], into blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """One copy: `dims` are (size, device stride, wire stride), the last one a run of bytes."""
+
+    storage: Tensor
+    device_offset: int
+    block_stride: int
+    blocks: int
+    wire_offset: int
+    dims: tuple[tuple[int, int, int], ...]
+
+    @property
+    def run_bytes(self) -> int:
+        return self.dims[-1][0]
+
+    @property
+    def content_bytes(self) -> int:
+        return math.prod(size for size, _, _ in self.dims)
+
+
+class CopyProgram:
+    """A program derived from the field lists; see `Program`."""
+
+    def __init__(
+        self, binding: Binding, record: WireRecord, copies: list[_Strided], *, complete: bool
+    ) -> None:
+        self.payload_bytes = record.payload_bytes
+        self.complete = complete
+        self._binding = binding
+        self._copies = copies
+        runs = all(len(copy.dims) == 1 for copy in copies)
+        long = len(copies) == 1 or all(copy.run_bytes >= MIN_RUN_BYTES for copy in copies)
+        self.direct = complete and runs and long and binding.device.type == "cpu"
+        unit = math.gcd(record.payload_bytes, *(_unit_of(copy) for copy in copies))
+        self._unit_bytes, self._unit = next(item for item in _UNITS if unit % item[0] == 0)
+        self._views = [self._device_view(copy) for copy in copies]
+
+    @classmethod
+    def compile(cls, binding: Binding, record: WireRecord, worker: int = 0, tp: int = 1) -> CopyProgram:
+        """Derive the copies between a worker's memory and a record.
+
+        Args:
+            binding: of the record's space, laid out for `worker` of `tp`.
+            record: one part and shard.
+            worker: below `tp`.
+            tp: degree of tensor parallelism.
+
+        Raises:
+            UsageFault: the two do not fit; every field that does not is named with the numbers.
+        """
+        space = binding.space
+        faults = []
+        if space.key != record.part.space:
+            faults.append(f"part {record.part.name} lies in space {record.part.space}, not in {space.key}")
+        copies: list[_Strided] = []
+        skipped = 0
+        for arena in record.arenas if not faults else ():
+            bound = binding.arenas.get(arena.name)
+            for field in arena.fields:
+                found = _match(bound, arena, field, record, (worker, tp))
+                if isinstance(found, str):
+                    faults.append(f"{arena.name}.{field.name}: {found}")
+                elif found is None:
+                    skipped += 1
+                else:
+                    copies.append(found)
+        if not faults and not copies:
+            faults.append(f"worker {worker} of tp {tp} holds nothing of it")
+        if faults:
+            where = f"part {record.part.name}, shard {record.shard} of {record.shards}, cannot be copied"
+            raise UsageFault(f"{where}:\n  " + "\n  ".join(faults))
+        merged = _merge(sorted(copies, key=lambda copy: copy.wire_offset))
+        total = sum(copy.content_bytes for copy in merged)
+        if not skipped and total != record.payload_bytes:
+            raise InternalFault(f"copies of {total} B for a payload of {record.payload_bytes} B")
+        return cls(binding, record, merged, complete=not skipped)
+
+    def buffers(self, blocks: Blocks) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        """See `Program.buffers`.
+
+        Raises:
+            UsageFault: the program is not direct, or a block id is out of range.
+        """
+        if not self.direct:
+            raise UsageFault("the payload is not made of long runs in host memory; gather it instead")
+        ids = checked_blocks(self._binding, blocks)
+        bases = np.array([copy.storage.data_ptr() + copy.device_offset for copy in self._copies], np.int64)
+        strides = np.array([copy.block_stride for copy in self._copies], np.int64)
+        return bases + ids[:, None] * strides, tuple(copy.run_bytes for copy in self._copies)
+
+    def gather(self, blocks: Blocks, out: Tensor) -> None:
+        """See `Program.gather`.
+
+        Raises:
+            UsageFault: the program is not complete, a block id is out of range, or `out` has another shape.
+        """
+        if not self.complete:
+            raise UsageFault("this worker holds only a part of the record; it can be read, not written")
+        index = self._index(blocks, out)
+        staged = out if out.device == self._binding.device else torch.empty_like(out, device=index.device)
+        for copy, view in zip(self._copies, self._views, strict=True):
+            self._wire_view(copy, staged).copy_(view.index_select(0, index))
+        if staged is not out:
+            out.copy_(staged)
+
+    def scatter(self, blocks: Blocks, staged: Tensor) -> None:
+        """See `Program.scatter`; no byte outside the worker's fields is touched (E1).
+
+        Raises:
+            UsageFault: a block id is out of range or repeated, or `staged` has another shape.
+        """
+        index = self._index(blocks, staged)
+        if len(np.unique(blocks)) != len(blocks):
+            raise UsageFault("a block is written twice by one copy")
+        source = staged.to(self._binding.device)
+        for copy, view in zip(self._copies, self._views, strict=True):
+            view.index_copy_(0, index, self._wire_view(copy, source))
+
+    def _index(self, blocks: Blocks, staged: Tensor) -> Tensor:
+        ids = checked_blocks(self._binding, blocks)
+        check_staged(staged, len(ids), self.payload_bytes)
+        if staged.storage_offset() % self._unit_bytes:
+            raise UsageFault(f"staging begins at byte {staged.storage_offset()}, not on {self._unit_bytes} B")
+        return torch.from_numpy(ids).to(self._binding.device)
+
+    def _device_view(self, copy: _Strided) -> Tensor:
+        sizes, strides = self._shape(copy, 1)
+        return typed_view(
+            copy.storage, self._unit, copy.device_offset, (copy.blocks, *sizes), (copy.block_stride, *strides)
+        )
+
+    def _wire_view(self, copy: _Strided, staged: Tensor) -> Tensor:
+        sizes, strides = self._shape(copy, 2)
+        offset = int(staged.storage_offset()) + copy.wire_offset
+        shape = (len(staged), *sizes)
+        return typed_view(as_bytes(staged), self._unit, offset, shape, (self.payload_bytes, *strides))
+
+    def _shape(self, copy: _Strided, side: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes in units and strides in bytes; side 1 is the device, 2 the wire."""
+        sizes = (*(dim[0] for dim in copy.dims[:-1]), copy.run_bytes // self._unit_bytes)
+        return sizes, (*(dim[side] for dim in copy.dims[:-1]), self._unit_bytes)
+
+
+def checked_blocks(binding: Binding, blocks: Blocks) -> NDArray[np.int64]:
+    """Block ids as int64[n].
+
+    Raises:
+        UsageFault: an id is beyond the memory (E8), or is the padding block of a paged space (B21).
+    """
+    ids = np.ascontiguousarray(blocks, dtype=np.int64)
+    first = 1 if binding.space.kind == "paged" else 0
+    wrong = ids[(ids < first) | (ids >= binding.blocks)]
+    if ids.ndim != 1 or wrong.size:
+        raise UsageFault(
+            f"space {binding.space.key}: block ids {wrong[:8].tolist()} of shape {list(ids.shape)};"
+            f" expected [n] from {first} to {binding.blocks - 1}"
+        )
+    return ids
+
+
+def check_staged(staged: Tensor, count: int, payload_bytes: int) -> None:
+    """Refuse a staging buffer that is not contiguous uint8[count, payload_bytes].
+
+    Raises:
+        UsageFault: it is something else.
+    """
+    expected = (count, payload_bytes)
+    if tuple(staged.shape) != expected or staged.dtype is not torch.uint8 or not staged.is_contiguous():
+        raise UsageFault(
+            f"staging of shape {list(staged.shape)} and {staged.dtype}; expected contiguous uint8{list(expected)}"
+        )
+
+
+def _match(
+    bound: ArenaBinding | None,
+    arena: ArenaLayout,
+    wire: FieldLayout,
+    record: WireRecord,
+    place: tuple[int, int],
+) -> _Strided | str | None:
+    """The copy of one field; None if the worker holds none of it; or what does not fit."""
+    fields = {field.name: field for field in bound.layout.fields} if bound else {}
+    field = fields.get(wire.name)
+    if bound is None or field is None:
+        return "the device has no such field"
+    fault = _unlike(field, wire)
+    if fault:
+        return fault
+    start = _start(field, wire, record, place)
+    if not isinstance(start, tuple):
+        return start
+    axis, begin = start
+    device = dict(zip(field.axes, field.strides_bytes, strict=True))
+    dims = [
+        (size, device[name], stride)
+        for name, size, stride in zip(wire.axes, wire.shape, wire.strides_bytes, strict=True)
+        if size > 1
+    ]
+    return _Strided(
+        bound.storage,
+        bound.offset_bytes + field.offset_bytes + (begin * device[axis] if axis else 0),
+        bound.stride_bytes,
+        bound.blocks,
+        arena.offset_bytes + wire.offset_bytes,
+        _merge_dims([*dims, (wire.element_bytes, 1, 1)]),
+    )
+
+
+def _unlike(field: FieldLayout, wire: FieldLayout) -> str | None:
+    """A difference that no strided copy can bridge."""
+    if field.dtype != wire.dtype:
+        return f"dtype {field.dtype} on the device, {wire.dtype} on the wire; only a conversion can change it"
+    if sorted(field.axes) != sorted(wire.axes):
+        return f"axes {list(field.axes)} on the device, {list(wire.axes)} on the wire"
+    size = dict(zip(field.axes, field.shape, strict=True))
+    rows = dict(zip(wire.axes, wire.shape, strict=True)).get(TOKEN_AXIS)
+    if rows != size.get(TOKEN_AXIS):
+        return (
+            f"{size.get(TOKEN_AXIS)} rows a page on the device, {rows} a record on the wire;"
+            " key_tokens apart from page_tokens is not served yet"
+        )
+    packed = math.prod(field.shape) * field.element_bytes != 0 and field.axes[-1] != wire.axes[-1]
+    if packed and field.dtype in ("int4", "uint4", "float4_e2m1"):
+        return f"elements packed along {field.axes[-1]} on the device, along {wire.axes[-1]} on the wire"
+    return None
+
+
+def _start(
+    field: FieldLayout, wire: FieldLayout, record: WireRecord, place: tuple[int, int]
+) -> tuple[str | None, int] | str | None:
+    """Which axis the record cuts and where its slice begins in the worker's field; None if elsewhere."""
+    worker, tp = place
+    size = dict(zip(field.axes, field.shape, strict=True))
+    wanted = dict(zip(wire.axes, wire.shape, strict=True))
+    cut = record.cuts[field.arena, field.name]
+    others = [axis for axis in wanted if wanted[axis] != size[axis] and (cut is None or axis != cut[0])]
+    if others:
+        axis = others[0]
+        return f"axis {axis} is {size[axis]} on the device, {wanted[axis]} on the wire"
+    if cut is None:
+        return None, 0
+    axis, first, end = cut
+    whole = (end - first) * record.shards
+    mine_first, mine_end = held(whole, worker, tp)
+    if size[axis] * (end - first) != wanted[axis] * (mine_end - mine_first):
+        return (
+            f"axis {axis} is {size[axis]} on the device;"
+            f" worker {worker} of tp {tp} should hold {mine_first} to {mine_end} of {whole}"
+        )
+    if end <= mine_first or mine_end <= first:
+        return None
+    begin, rest = divmod((first - mine_first) * wanted[axis], end - first)
+    if first < mine_first or mine_end < end or rest:
+        return (
+            f"the shard is {first} to {end} of axis {axis}, worker {worker} of tp {tp} holds {mine_first} to"
+            f" {mine_end}; raise max_tp to at least {tp}"
+        )
+    return axis, begin
+
+
+def _merge_dims(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Join neighbouring dimensions that are one on both sides."""
+
+    def join(done: list[tuple[int, int, int]], dim: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        size, device, wire = dim
+        if done and done[-1][1:] == (size * device, size * wire):
+            return [*done[:-1], (done[-1][0] * size, device, wire)]
+        return [*done, dim]
+
+    return tuple(reduce(join, dims, []))
+
+
+def _merge(copies: list[_Strided]) -> list[_Strided]:
+    """Join copies that lie side by side on both sides; given and returned in wire order."""
+    done: list[_Strided] = []
+    for following in copies:
+        current = following
+        while done and (joined := _joined(done[-1], current)):
+            done.pop()
+            current = joined
+        done.append(current)
+    return done
+
+
+def _joined(left: _Strided, right: _Strided) -> _Strided | None:
+    run = left.run_bytes
+    if (
+        left.storage.data_ptr() != right.storage.data_ptr()
+        or (left.block_stride, left.blocks) != (right.block_stride, right.blocks)
+        or left.dims[:-1] != right.dims[:-1]
+        or left.device_offset + run != right.device_offset
+        or left.wire_offset + run != right.wire_offset
+    ):
+        return None
+    dims = _merge_dims([*left.dims[:-1], (run + right.run_bytes, 1, 1)])
+    return _Strided(left.storage, left.device_offset, left.block_stride, left.blocks, left.wire_offset, dims)
+
+
+def _unit_of(copy: _Strided) -> int:
+    """The largest element that every step of a copy is a multiple of."""
+    steps = [step for _, device, wire in copy.dims[:-1] for step in (device, wire)]
+    stride = copy.block_stride if copy.blocks > 1 else 0
+    return math.gcd(copy.run_bytes, copy.device_offset, stride, copy.wire_offset, *steps)
