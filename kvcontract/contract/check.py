@@ -266,7 +266,7 @@ def _agreement(model: KvModel, _tp: int) -> Iterator[Found]:
             if group.kind != "bounded" and getattr(group, name) is not None:
                 message = "only bounded groups are taken at boundaries"
                 yield Found(f"groups[{i}].{name}", getattr(group, name), "None", message, group)
-        if group.snapshot_dtype is not None and group.snapshot_dtype not in DTYPE_BITS:
+        if group.kind == "bounded" and group.snapshot_dtype not in {None, *DTYPE_BITS}:
             known = ", ".join(DTYPE_BITS)
             yield Found(f"groups[{i}].snapshot_dtype", group.snapshot_dtype, known, "unknown dtype", group)
 

@@ -65,7 +65,7 @@ _SOUND = (
 _LAID_OUT = ("KVC-LAYOUT-06", "KVC-REPACK-03")
 _RUNS = ("KVC-LAYOUT-05", "KVC-PREFIX-01")
 
-CLAUSES: Final[tuple[Clause, ...]] = (
+_REGISTRY: Final[tuple[Clause, ...]] = (
     Clause(
         id="KVC-DECL-01",
         level="L0",
@@ -423,6 +423,9 @@ CLAUSES: Final[tuple[Clause, ...]] = (
         requires=_SOUND,
     ),
 )
+
+CLAUSES: Final[tuple[Clause, ...]] = tuple(sorted(_REGISTRY, key=lambda item: item.level))
+"""Every clause, lower levels first, so that what a clause requires stands before it."""
 
 _BY_ID: Final = {clause.id: clause for clause in CLAUSES}
 

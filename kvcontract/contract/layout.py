@@ -309,9 +309,9 @@ def _space(key: str, groups: tuple[Group, ...], arenas: list[Arena], page_tokens
 def _cut_axes(arena: Arena) -> dict[tuple[str, str], int]:
     """(field, axis) -> global size of every axis that tensor parallelism cuts."""
     return {
-        (field.name, field.shard_axis): field.axes[field.shard_axis]
+        (field.name, str(field.shard_axis)): field.axes[str(field.shard_axis)]
         for field in arena.fields
-        if field.shard_axis is not None
+        if field.shard_axis in field.axes
     }
 
 

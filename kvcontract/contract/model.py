@@ -87,7 +87,9 @@ class Axes(Mapping[str, int]):
 def _to_axes(value: object) -> Axes:
     if isinstance(value, Axes):
         return value
-    items = value.items() if isinstance(value, Mapping) else cast("Iterable[Any]", value)
+    items = value.items() if isinstance(value, Mapping) else value
+    if not isinstance(items, Iterable):
+        raise ValueError(f"axes are an ordered mapping of name to size, not {value!r}")  # noqa: TRY004 - pydantic's
     pairs: list[Any] = list(items)
     names = [pair[0] for pair in pairs if isinstance(pair, tuple | list) and len(pair) == 2]  # noqa: PLR2004
     sizes = [pair[1] for pair in pairs if isinstance(pair, tuple | list) and len(pair) == 2]  # noqa: PLR2004

@@ -13,6 +13,7 @@ results.  Where it lies is its state.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -78,7 +79,7 @@ class Engine:
         max_batch_tokens: most tokens of one step.
         max_chunk_tokens: prefill chunks end at multiples of this position, so that a request is cut at the
             same places whatever it hits; None is `max_batch_tokens`.
-        max_requests: most requests at once.
+        max_requests: most requests at once, none above `max_batch_tokens`.
         stop_token_ids: end-of-sequence ids of the model.
 
     Raises:
@@ -102,8 +103,9 @@ class Engine:
         self.model = model
         self.pool = pool
         self.store = store
-        self.max_requests = limits.max_requests if max_requests is None else max_requests
         self.max_batch_tokens = limits.max_tokens if max_batch_tokens is None else max_batch_tokens
+        most = min(limits.max_requests, self.max_batch_tokens)
+        self.max_requests = most if max_requests is None else max_requests
         self.max_chunk_tokens = self.max_batch_tokens if max_chunk_tokens is None else max_chunk_tokens
         _refuse(self, executor)
         self._limits = limits
@@ -120,7 +122,7 @@ class Engine:
         self._waiting: deque[Arrival] = deque()
         self._active: list[_Active] = []
         self._results: dict[int, Result] = {}
-        self._open = 0
+        self._open: set[int] = set()
         self._closed = False
         self._forget_pool = pool.on_release(self._wake.set)
 
@@ -162,19 +164,21 @@ class Engine:
             request = Request(
                 next(self._ids), tokens, max_new_tokens, sampling, scope or Scope(), stops, capture, policy
             )
-            self._open += 1
-        lifetime = -(-(len(tokens) + max_new_tokens) // self.pool.page_tokens)
-        if lifetime > self.pool.total:
+            self._open.add(request.id)
+        pages = -(-(len(tokens) + max_new_tokens) // self.pool.page_tokens)
+        if pages > self.pool.total:
             # B10: what can never fit is refused at intake, before anything is fetched for it.
-            why = f"{lifetime} pages for {len(tokens)} + {max_new_tokens} tokens; the pool has {self.pool.total}"
+            why = f"{pages} pages for {len(tokens)} + {max_new_tokens} tokens; the pool has {self.pool.total}"
             self._end(Result(request.id, len(tokens), (), Finish.REFUSED, why))
         else:
             self._intake.begin(request)
         return request.id
 
     def cancel(self, request_id: int) -> None:
-        """End a request early, wherever it is; its result says what it had produced."""
+        """End a request early, wherever it is; its result says what it had produced.  Ended: nothing."""
         with self._lock:
+            if request_id not in self._open:
+                return
             self._cancelled.add(request_id)
         self._intake.cancel(request_id)
         self._wake.set()
@@ -189,7 +193,7 @@ class Engine:
     def idle(self) -> bool:
         """Whether every request has its result."""
         with self._lock:
-            return self._open == 0
+            return not self._open
 
     def gauges(self) -> dict[str, int]:
         """Requests by where they are; all 0 at idle (R8)."""
@@ -267,7 +271,7 @@ class Engine:
     def _shed(self) -> bool:
         """Send the last waiting request with a hold back to the intake; False if there is none.
 
-        With nothing active, only holds of waiting requests keep the head out, and none would ever let go (B8).
+        With nothing active, holds of waiting requests keep the head out, and none would ever let go (B8).
         """
         for index in range(len(self._waiting) - 1, 0, -1):
             arrival = self._waiting[index]
@@ -313,9 +317,10 @@ class Engine:
             logits = self._executor.forward(step).logits
             broken = logits.isnan().any(dim=-1).tolist()
         except BaseException as error:
-            for item, chunk in batch:
-                item.kv.revert(chunk)
-                self._finish(item, Finish.FAILED, f"step: {error!r}")
+            with contextlib.ExitStack() as undo:  # one that fails keeps no other from being released
+                for item, chunk in batch:
+                    undo.callback(self._finish, item, Finish.FAILED, f"step: {error!r}")
+                    undo.callback(item.kv.revert, chunk)
             raise
         row = 0
         for (item, chunk), all_rows in zip(batch, every, strict=True):
@@ -332,7 +337,10 @@ class Engine:
     def _apply(self, item: _Active, chunk: Chunk, logits: Tensor, wanted: NDArray[np.int64]) -> None:
         """Commit one request's part of a step: sample, register, seal, finish."""
         token = item.sampler(logits[-1]) if chunk.emits else None
-        item.kv.apply_prefill(chunk, token)
+        if token is not None and chunk.start >= item.kv.prompt_len:
+            item.kv.apply_decode(chunk, token)
+        else:
+            item.kv.apply_prefill(chunk, token)
         item.split.append(len(chunk.token_ids))
         if item.request.capture != "none" and len(wanted):
             item.logits.append(logits.detach().cpu())
@@ -374,24 +382,25 @@ class Engine:
         with self._lock:
             self._results[result.id] = result
             self._cancelled.discard(result.id)
-            self._open -= 1
+            self._open.discard(result.id)
 
     # The end
 
     def close(self) -> None:
-        """Cancel what is left and give every page back; the store, if any, stays the caller's.  Idempotent."""
+        """Cancel what is left and give every page back; the store stays the caller's.  Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._waiting.extend(self._intake.close())
-        for arrival in self._waiting:
-            arrival.prefix.release()
-            self._end(_refusal(arrival.request, Finish.CANCELLED, "the engine was closed"))
+        with contextlib.ExitStack() as end:
+            end.callback(self._forget_pool)
+            for item in self._active:
+                end.callback(self._finish, item, Finish.CANCELLED, "the engine was closed")
+            for arrival in self._waiting:
+                end.callback(self._end, _refusal(arrival.request, Finish.CANCELLED, "the engine was closed"))
+                end.callback(arrival.prefix.release)
         self._waiting.clear()
-        for item in list(self._active):
-            self._finish(item, Finish.CANCELLED, "the engine was closed")
-        self._forget_pool()
 
     def __enter__(self) -> Self:
         return self
@@ -430,6 +439,6 @@ def _written(device: torch.device) -> Any:
     """Waits, on whatever thread calls it, until the writes queued on the device so far are done (C2)."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
     event.record(torch.cuda.current_stream(device))
     return event.synchronize

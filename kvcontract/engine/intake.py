@@ -80,7 +80,7 @@ class Intake:
         self._loop.call_soon_threadsafe(self._spawn, self._store, self._loop, request)
 
     def cancel(self, request_id: int) -> bool:
-        """End a resolve: the request arrives promptly with the empty prefix (A11); False if it is not here."""
+        """End a resolve: the request arrives promptly, with the empty prefix (A11); False if not here."""
         with self._lock:
             here = request_id in self._resolving
         if here and self._loop is not None:
@@ -130,10 +130,8 @@ class Intake:
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
+        # Each task's own callback was added first, so it has filed the arrival before gather returns.
         await asyncio.gather(*tasks, return_exceptions=True)
-        # The callbacks that file the arrivals run in the loop's next turn.
-        while self._tasks:
-            await asyncio.sleep(0)
 
     def _arrive(self, arrival: Arrival) -> None:
         with self._lock:

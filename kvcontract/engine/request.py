@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal
@@ -15,7 +15,7 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.executor import Limits
 from kvcontract.contract.model import Scope
 from kvcontract.engine.sampling import Sampling
-from kvcontract.pool.keys import token_array
+from kvcontract.pool.keys import TokenIds, token_array
 from kvcontract.store.policy import PLAIN, ResolvePolicy
 
 GREEDY: Final = Sampling()
@@ -88,13 +88,11 @@ class Result:
     positions: NDArray[np.int64] | None = None
 
 
-def check_prompt(
-    tokens: Sequence[int] | NDArray[np.integer], max_new: int, limits: Limits
-) -> NDArray[np.int64]:
+def check_prompt(tokens: TokenIds, max_new: int, limits: Limits) -> NDArray[np.int64]:
     """The prompt as int64[n].
 
     Raises:
-        UsageFault: empty, too long, token ids outside the vocabulary (D5), or nothing to sample; all are named.
+        UsageFault: empty, too long, token ids outside the vocabulary (D5), or nothing to sample; all named.
     """
     prompt = token_array(tokens).astype(np.int64)
     faults = []

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.errors import InternalFault, UsageFault
 from kvcontract.contract.layout import ArenaLayout, FieldLayout, WireRecord, held
 from kvcontract.contract.model import TOKEN_AXIS
@@ -230,7 +230,8 @@ def check_staged(staged: Tensor, count: int, payload_bytes: int) -> None:
     expected = (count, payload_bytes)
     if tuple(staged.shape) != expected or staged.dtype is not torch.uint8 or not staged.is_contiguous():
         raise UsageFault(
-            f"staging of shape {list(staged.shape)} and {staged.dtype}; expected contiguous uint8{list(expected)}"
+            f"staging of shape {list(staged.shape)} and {staged.dtype};"
+            f" expected contiguous uint8{list(expected)}"
         )
 
 
@@ -282,8 +283,7 @@ def _unlike(field: FieldLayout, wire: FieldLayout) -> str | None:
             f"{size.get(TOKEN_AXIS)} rows a page on the device, {rows} a record on the wire;"
             " key_tokens apart from page_tokens is not served yet"
         )
-    packed = math.prod(field.shape) * field.element_bytes != 0 and field.axes[-1] != wire.axes[-1]
-    if packed and field.dtype in ("int4", "uint4", "float4_e2m1"):
+    if DTYPE_BITS[field.dtype] < 8 and field.axes[-1] != wire.axes[-1]:  # noqa: PLR2004 - bits of a byte
         return f"elements packed along {field.axes[-1]} on the device, along {wire.axes[-1]} on the wire"
     return None
 
@@ -323,14 +323,13 @@ def _start(
 
 def _merge_dims(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
     """Join neighbouring dimensions that are one on both sides."""
-
-    def join(done: list[tuple[int, int, int]], dim: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-        size, device, wire = dim
+    done: list[tuple[int, int, int]] = []
+    for size, device, wire in dims:
         if done and done[-1][1:] == (size * device, size * wire):
-            return [*done[:-1], (done[-1][0] * size, device, wire)]
-        return [*done, dim]
-
-    return tuple(reduce(join, dims, []))
+            done[-1] = (done[-1][0] * size, device, wire)
+        else:
+            done.append((size, device, wire))
+    return tuple(done)
 
 
 def _merge(copies: list[_Strided]) -> list[_Strided]:

@@ -36,6 +36,11 @@ def compile_program(
         UsageFault: memory and record do not fit.
         PluginFault: a callable cannot be found.
     """
+    if model.record_tokens != model.page_tokens and binding.space.kind == "paged":
+        raise UsageFault(
+            f"records of {model.record_tokens} tokens over pages of {model.page_tokens}:"
+            " key_tokens apart from page_tokens is not served yet"
+        )
     if model.repack is None or isinstance(model.repack.conversion, str):
         return CopyProgram.compile(binding, record, worker, tp)
     return ConvertProgram(binding, record, model.repack.conversion, tp)

@@ -24,6 +24,8 @@ from kvcontract.contract.model import (
     Window,
 )
 from kvcontract.engine.checkpoint import random_model
+from kvcontract.engine.views import executor_views
+from kvcontract.memory.binding import Binding
 
 VOCAB = 199
 _SMALL = {
@@ -150,19 +152,8 @@ def _fields(config: Mapping[str, Any], dtype: str, axes: tuple[str, ...]) -> tup
 
 
 def bind_poisoned(kv: KvModel, blocks: int) -> dict[FieldRef, Tensor]:
-    """Arenas of `blocks` pages, bound as strided views of one page-first slab, every byte 0xFF (NaN)."""
-    views = {}
-    for space in layout(kv).spaces:
-        stride = -(-space.stride_bytes // 8) * 8
-        slab = torch.full((blocks * stride,), 0xFF, dtype=torch.uint8)
-        for arena in space.arenas:
-            for field in arena.fields:
-                size, start = field.element_bytes, arena.offset_bytes + field.offset_bytes
-                strided = torch.as_strided(
-                    slab.view(getattr(torch, field.dtype)),
-                    (blocks, *field.shape),
-                    (stride // size, *(step // size for step in field.strides_bytes)),
-                    start // size,
-                )
-                views[field.arena, field.name] = strided.movedim(1 + field.axes.index(TOKEN_AXIS), 1)
-    return views
+    """Views of page-first arenas of `blocks` pages, every byte 0xFF: NaN in every dtype."""
+    bindings = {space.key: Binding.allocate(space, blocks) for space in layout(kv).spaces}
+    for binding in bindings.values():
+        next(iter(binding.arenas.values())).storage.fill_(0xFF)
+    return executor_views(bindings)

@@ -39,9 +39,7 @@ class ReferencePool:
     total: int
     retention: bool = True
     free: int = 0
-    named: dict[Key, list[Page]] = field(
-        default_factory=dict
-    )  # primary, then duplicates, newest first
+    named: dict[Key, list[Page]] = field(default_factory=dict)  # primary, then duplicates, newest first
     order: list[Page] = field(default_factory=list)  # cached pages, next to be evicted first
     promises: list[Run] = field(default_factory=list)
 

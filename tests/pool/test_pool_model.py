@@ -53,8 +53,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), drop=st.booleans())
     def release_or_trim_hold(self, data: st.DataObject, drop: bool) -> None:
         """Give a hold back, or its tail."""
-        hold, run, path = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
+        hold, run, path = chosen = data.draw(st.sampled_from(self.holds))
         keep = 0 if drop else data.draw(st.integers(0, len(run.pages)))
+        self.holds.remove(chosen)  # after the last draw, which may end the example
         tail = run.pages[keep:]
         if drop:
             hold.release()
@@ -76,11 +77,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         """A restore landed, all or in part, for a hold that waits for it."""
-        reservation, run = self.staged.pop()
-        hold, base, path = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
+        reservation, run = self.staged[-1]
+        hold, base, path = chosen = data.draw(st.sampled_from(self.holds))
         start = len(base.pages)
         keys = names([*path, 0, 0, 0, 0, 0, 0, 0, 0])[start : start + len(run.pages)]
         good = data.draw(st.integers(0, len(keys)))
+        self.holds.remove(chosen)
+        self.staged.pop()
         parent = names(path)[start - 1] if start else ROOT
         longer = self.pool.commit(reservation, as_keys(keys), good, base=hold)
         merged = self.model.commit(run, keys[:good], base, parent)

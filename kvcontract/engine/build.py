@@ -1,0 +1,172 @@
+"""From a declaration to a running engine: memory, pool, store and executor put together.
+
+::
+
+    with assemble(model, layers, checkpoint=folder, pages=512, tiers=[dram]) as parts:
+        request = parts.engine.submit(prompt, max_new_tokens=32)
+        results = parts.engine.run()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.executor import Executor, HfLayers
+from kvcontract.contract.layout import layout
+from kvcontract.contract.model import KvModel
+from kvcontract.core.identity import load_config
+from kvcontract.engine.checkpoint import load_model
+from kvcontract.engine.engine import Engine
+from kvcontract.engine.views import executor_views
+from kvcontract.memory.binding import Binding
+from kvcontract.pool.keys import FleetSecret
+from kvcontract.pool.pool import BlockPool
+from kvcontract.store.rank import Rank
+from kvcontract.store.store import KvStore
+from kvcontract.tiers.base import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """An engine and what it stands on; a context that closes engine and store, in that order.
+
+    Attributes:
+        engine: runs requests.
+        store: prefix cache and tiers; None if prefix caching is off.
+        pool: the pages.
+        bindings: the memory of each block-id space, by its key.
+        executor: runs steps.
+    """
+
+    engine: Engine
+    store: KvStore | None
+    pool: BlockPool
+    bindings: Mapping[str, Binding]
+    executor: Executor
+
+    def close(self) -> None:
+        """End the engine, then the store; pages of unfinished requests come back first."""
+        with contextlib.ExitStack() as end:
+            if self.store is not None:
+                end.callback(self.store.close)
+            end.callback(self.engine.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What one step may take; None leaves it to the executor."""
+
+    max_batch_tokens: int | None = None
+    max_chunk_tokens: int | None = None
+    max_requests: int | None = None
+
+
+def assemble(
+    model: KvModel,
+    runner: Executor | HfLayers,
+    *,
+    pages: int,
+    checkpoint: Path | str | None = None,
+    hf_model: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "float32",
+    tiers: Sequence[Tier] = (),
+    secret: FleetSecret | None = None,
+    prefix_cache: bool = True,
+    limits: EngineLimits | None = None,
+) -> Assembly:
+    """Put an engine together, with the keys and values of all layers in one page-first slab a space.
+
+    Args:
+        model: the declaration.
+        runner: an executor, not bound yet, or the map for the generic one.
+        pages: of the pool, page 0 included.
+        checkpoint: folder of the weights; also where end-of-sequence ids come from.
+        hf_model: a model that is loaded already, instead of the checkpoint's.
+        device: of arenas and model.
+        dtype: that the generic executor computes in.
+        tiers: below the device, fastest first; closed with the store.
+        secret: the fleet's; None is random.
+        prefix_cache: False leaves the store out, and so refuses tiers.
+        limits: of one step.
+
+    Raises:
+        UsageFault: parts are missing or do not fit together.
+        NotConformant: the store refuses the declaration.
+    """
+    if tiers and not prefix_cache:
+        raise UsageFault("tiers without a prefix cache would never be asked: leave one of them out")
+    executor = (
+        generic_executor(model, runner, checkpoint=checkpoint, hf_model=hf_model, device=device, dtype=dtype)
+        if isinstance(runner, HfLayers)
+        else runner
+    )
+    bindings = {space.key: Binding.allocate(space, pages, device) for space in layout(model).spaces}
+    executor.bind(executor_views(bindings))
+    pool = BlockPool(pages, model.page_tokens, retention=prefix_cache)
+    limits = limits or EngineLimits()
+    with contextlib.ExitStack() as undo:
+        store = None
+        if prefix_cache:
+            store = undo.enter_context(KvStore(model, [Rank(pool, bindings)], tiers, secret=secret))
+        engine = Engine(
+            model,
+            executor,
+            pool,
+            store=store,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_chunk_tokens=limits.max_chunk_tokens,
+            max_requests=limits.max_requests,
+            stop_token_ids=() if checkpoint is None else stop_token_ids(checkpoint),
+        )
+        undo.pop_all()
+    return Assembly(engine, store, pool, bindings, executor)
+
+
+def generic_executor(
+    model: KvModel,
+    layers: HfLayers,
+    *,
+    checkpoint: Path | str | None = None,
+    hf_model: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "float32",
+) -> Executor:
+    """The generic executor for a checkpoint, or for a model that is loaded already; not bound yet.
+
+    Raises:
+        UsageFault: neither of the two is given.
+    """
+    from kvcontract.engine.hf import HfExecutor  # noqa: PLC0415 - imports transformers
+
+    if hf_model is None:
+        if checkpoint is None:
+            raise UsageFault("the generic executor needs weights: give checkpoint or hf_model")
+        hf_model = load_model(checkpoint, device, dtype)
+    return HfExecutor(hf_model, layers, model)
+
+
+def stop_token_ids(checkpoint: Path | str) -> frozenset[int]:
+    """End-of-sequence ids of a checkpoint: generation_config.json's, or else config.json's."""
+    config = load_config(checkpoint)
+    found: list[Any] = [config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")]
+    generation = Path(checkpoint) / "generation_config.json"
+    if generation.is_file():
+        found.insert(0, json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+    ids: int | list[int] = next((value for value in found if value is not None), [])
+    return frozenset([ids] if isinstance(ids, int) else ids)

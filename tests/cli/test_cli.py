@@ -1,0 +1,180 @@
+"""The command line: exit codes, JSON, errors that suggest, nothing but data on stdout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcontract.cli.main import main
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command line."""
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    """Exit code and the one JSON document on stdout."""
+    code, out, _ = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def check(capsys: pytest.CaptureFixture[str], size: str, *arguments: str) -> tuple[int, Any]:
+    """`kvc check` on a real config."""
+    return run_json(capsys, "check", "qwen3", "--config", str(CONFIGS / f"qwen3-{size}.json"), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("size", "layers"), [("0.6b", 28), ("1.7b", 28), ("4b", 36), ("8b", 36), ("14b", 40), ("32b", 64)]
+)
+def test_check_gives_the_published_geometry(
+    capsys: pytest.CaptureFixture[str], size: str, layers: int
+) -> None:
+    """8 heads of 128 in bfloat16: 65,536 B a slice at page 16, whatever the depth."""
+    code, found = check(capsys, size)
+    assert code == 0
+    figures = found["geometry"]
+    assert figures["arenas"] == layers
+    assert figures["slice_bytes"] == {"kv": 65_536}
+    assert figures["page_bytes"] == layers * 65_536
+    assert figures["bytes_per_token"] == layers * 4_096
+
+
+def test_check_at_page_64_and_tp_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages of 64 are four times as large; tp 2 halves a worker's bytes under one fingerprint."""
+    whole = check(capsys, "4b")[1]["geometry"]
+    assert (whole["page_bytes"], whole["bytes_per_token"]) == (2_359_296, 147_456)
+    assert check(capsys, "4b", "--page-tokens", "64")[1]["geometry"]["page_bytes"] == 9_437_184
+    half = check(capsys, "4b", "--tp", "2")[1]["geometry"]
+    assert half["page_bytes"] * 2 == whole["page_bytes"]
+    assert half["fingerprint"] == whole["fingerprint"]
+
+
+def test_equal_geometry_under_other_weights_is_another_identity(capsys: pytest.CaptureFixture[str]) -> None:
+    """4B and 8B keep the same bytes per token and must never meet (D6)."""
+    four, eight = check(capsys, "4b")[1]["geometry"], check(capsys, "8b")[1]["geometry"]
+    assert four.pop("fingerprint") != eight.pop("fingerprint")
+    assert four == eight
+
+
+def test_an_ungated_page_size_is_refused_with_its_clause(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 1, the clause, the reason, what is allowed and the author's line."""
+    code, found = check(capsys, "4b", "--page-tokens", "32")
+    assert (code, found["ok"], found["geometry"]) == (1, False, None)
+    [item] = found["findings"]
+    assert (item["clause"], item["path"], item["value"]) == ("KVC-DECL-07", "page_tokens", 32)
+    assert item["allowed"] == "16 or 64"
+    assert "gates" in item["message"]
+    assert "kvc_qwen3" in item["where"]
+
+
+def test_i3_findings_of_options_and_declaration_come_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown plugin option beside a tp that does not fit: both are told."""
+    code, found = check(capsys, "4b", "--tp", "3", "-O", "rope=2")
+    assert code == 1
+    assert {item["clause"] for item in found["findings"]} == {"KVC-DECL-10", "KVC-LAYOUT-02"}
+
+
+def test_another_familys_config_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plugin says whose config it got."""
+    code, found = run_json(capsys, "check", "qwen3", "--config", str(CONFIGS / "glm-5.2.json"))
+    assert code == 1
+    assert "glm_moe_dsa" in found["findings"][0]["message"]
+
+
+def test_inspect_shows_where_the_bytes_go(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fields with offsets, and what a record holds; the declaration reads back as JSON."""
+    arguments = ("inspect", "qwen3", "--config", str(CONFIGS / "qwen3-4b.json"))
+    code, found = run_json(capsys, *arguments)
+    assert code == 0
+    assert len(found["arenas"]) == 72
+    assert found["arenas"][1] == {
+        "arena": "layers.0.kv",
+        "group": "kv",
+        "field": "v",
+        "dtype": "bfloat16",
+        "shape": {"token": 16, "head": 8, "dim": 128},
+        "offset_bytes": 32_768,
+        "content_bytes": 32_768,
+    }
+    assert found["records"][0]["payload_bytes"] == 2_359_296
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "2,359,296 B" in out
+    assert "147,456 B" in out
+
+
+def test_models_lists_and_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    """The installed plugin is listed with its distribution, and loads."""
+    code, found = run_json(capsys, "models", "--load")
+    assert code == 0
+    assert {"name": "qwen3", "distribution": "kvc-qwen3", "status": "loads"}.items() <= found["models"][
+        0
+    ].items()
+
+
+def test_explain_one_and_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """A clause with its rule, or the list; not both, not neither."""
+    code, found = run_json(capsys, "explain", "kvc-layout-05")
+    assert (code, found["clauses"][0]["id"]) == (0, "KVC-LAYOUT-05")
+    assert len(run_json(capsys, "explain", "--all")[1]["clauses"]) > 30
+    assert run(capsys, "explain")[0] == 2
+    code, _, err = run(capsys, "explain", "KVC-LAYUOT-05")
+    assert code == 2
+    assert "KVC-LAYOUT-05" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("check", "qwen"), 4, "did you mean qwen3"),
+        (("check", "qwen3", "--config", "/no/such.json"), 2, "No such file"),
+        (("check", "qwen3", "--config", __file__), 2, "not JSON"),
+        (("check", "qwen3", "--checkpoint", "/no/such"), 2, "config.json"),
+        (("check", "qwen3", "-O", "rope"), 2, "NAME=VALUE"),
+        (("check", "qwen3", "--page-tokens", "x"), 2, "valid integer"),
+        (("check", "qwen3", "--pagetokens", "16"), 2, "--page-tokens"),
+        (("chekc", "qwen3"), 2, "check"),
+        (("help", "x"), 2, "exit-codes"),
+        (("conformance", "qwen3", "--level", "L9"), 2, "L0, L1, L2"),
+        (("conformance", "qwen3", "--clause", "KVC-X"), 2, "there is no clause"),
+    ],
+)
+def test_i4_faults_exit_with_their_code_and_suggest(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    """One clear line on stderr, no traceback; with --json one document on stdout."""
+    found, out, err = run(capsys, *arguments)
+    assert found == code
+    assert said in err
+    assert "Traceback" not in err
+    assert out == ""
+    found, document = run_json(capsys, *arguments)
+    assert (found, document["exit_code"]) == (code, code)
+    assert said in document["error"]
+
+
+def test_exit_codes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvc help exit-codes` lists all seven."""
+    assert set(run_json(capsys, "help", "exit-codes")[1]["exit_codes"]) == {
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "130",
+    }
+
+
+def test_names_in_brackets_print_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """User text is never read as markup."""
+    _, _, err = run(capsys, "check", "[red]")
+    assert "[red]" in err
