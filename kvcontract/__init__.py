@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from kvcontract.pool.keys import Keyer as Keyer
     from kvcontract.pool.pool import BlockPool as BlockPool
     from kvcontract.pool.request import RequestKv as RequestKv
+    from kvcontract.pool.request import admit as admit
+    from kvcontract.store.policy import KvPrefix as KvPrefix
+    from kvcontract.store.policy import ResolvePolicy as ResolvePolicy
+    from kvcontract.store.rank import Rank as Rank
     from kvcontract.store.store import KvStore as KvStore
 
 __version__ = "0.1.0"
@@ -59,7 +63,9 @@ _HOMES = {
     "kvcontract.contract.options": ("Config", "Context", "LaunchOptions"),
     "kvcontract.pool.keys": ("FleetSecret", "Keyer"),
     "kvcontract.pool.pool": ("BlockPool",),
-    "kvcontract.pool.request": ("RequestKv",),
+    "kvcontract.pool.request": ("RequestKv", "admit"),
+    "kvcontract.store.policy": ("KvPrefix", "ResolvePolicy"),
+    "kvcontract.store.rank": ("Rank",),
     "kvcontract.store.store": ("KvStore",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -204,6 +204,23 @@ class CopyProgram:
         return sizes, (*(dim[side] for dim in copy.dims[:-1]), self._unit_bytes)
 
 
+def holds(record: WireRecord, worker: int, tp: int, *, whole: bool = False) -> bool:
+    """Whether a worker holds any field of a record, or, with `whole`, all of them.
+
+    A record without a cut field is replicated: every worker holds it whole.
+    """
+    found = []
+    for cut in record.cuts.values():
+        if cut is not None:
+            _, first, end = cut
+            mine_first, mine_end = held((end - first) * record.shards, worker, tp)
+            inside = mine_first <= first and end <= mine_end
+            found.append(inside if whole else (first < mine_end and mine_first < end))
+        else:
+            found.append(True)
+    return all(found) if whole else any(found)
+
+
 def checked_blocks(binding: Binding, blocks: Blocks) -> NDArray[np.int64]:
     """Block ids as int64[n].
 

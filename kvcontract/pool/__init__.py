@@ -1,7 +1,7 @@
 """Which page holds what: keys, the index, the pool and a request's view of it. No tensors live here."""
 
 from kvcontract.pool.handles import Entitlement, Hold, Later, Never, Reservation
-from kvcontract.pool.keys import FleetSecret, Keyer, PageKeys, Scope, TokenIds
+from kvcontract.pool.keys import FleetSecret, Keyer, PageKeys, TokenIds
 from kvcontract.pool.ledger import Gauges
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.request import Chunk, Prefix, RequestKv, admit
@@ -20,7 +20,6 @@ __all__ = [
     "Prefix",
     "RequestKv",
     "Reservation",
-    "Scope",
     "TokenIds",
     "admit",
 ]

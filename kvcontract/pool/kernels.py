@@ -69,7 +69,7 @@ def _release_sample() -> tuple[Any, ...]:
 
 
 @kernel(sample=_release_sample, helpers=(_unlink, _link_before))
-def release_run(  # noqa: PLR0917 - kernels take positional arguments
+def release_run(
     pages: Pages, retention: int, refs: Pages, state: States, order: Pages, ring: Pages, out: Pages
 ) -> tuple[int, int, int, int]:
     """Drop a reference of each page, tail first; what nobody references is freed or cached.
@@ -133,7 +133,7 @@ def _join_sample() -> tuple[Any, ...]:
 
 
 @kernel(sample=_join_sample, helpers=(_unlink, _link_before))
-def join_run(  # noqa: PLR0917 - likewise
+def join_run(
     pages: Pages, primary: Pages, refs: Pages, state: States, order: Pages, ring: Pages, out: Pages
 ) -> int:
     """Set the state of newly named pages, given the primary of each key.

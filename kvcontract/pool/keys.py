@@ -25,13 +25,14 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.model import Scope
 from kvcontract.pool.siphash import hash_pages
 
 KEY_FORMAT = 1
@@ -48,27 +49,6 @@ _PAGE, _PARTIAL = 1, 2  # kinds of name
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 64
 _NAMED_FAULTS = 8
 _CONTEXT, _EXTRA, _PARTIAL_EXTRA, _SECRET_ID = b"kvc-context", b"kvc-extra", b"kvc-partial", b"kvc-secret-id"
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """Who may share pages: pages of two different scopes never meet.
-
-    None means absent; `""` and `"None"` are values like any other (D2).
-
-    Attributes:
-        lora: name of an adapter.
-        lora_revision: its revision or digest.
-        salt: a tenant's secret text; it appears in no key, log or repr (D4).
-    """
-
-    lora: str | None = None
-    lora_revision: str | None = None
-    salt: str | None = field(default=None, repr=False)
-
-    def __repr__(self) -> str:
-        salt = None if self.salt is None else "<hidden>"
-        return f"Scope(lora={self.lora!r}, lora_revision={self.lora_revision!r}, salt={salt})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -25,9 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.model import Scope
 from kvcontract.pool.handles import Entitlement, Hold, Later, Never
 from kvcontract.pool.index import Keys, Pages
-from kvcontract.pool.keys import Keyer, PageKeys, Scope, TokenIds, token_array
+from kvcontract.pool.keys import Keyer, PageKeys, TokenIds, token_array
 from kvcontract.pool.pool import BlockPool
 
 FULL = "full"
@@ -107,18 +108,7 @@ def admit(
     Raises:
         UsageFault: token ids out of range, an empty prompt, or a prefix that is not this request's.
     """
-    tokens = token_array(prompt_tokens)
-    faults = []
-    if not tokens.size:
-        faults.append("the prompt is empty; allowed is 1 token or more")
-    if max_new_tokens < 1:
-        faults.append(f"max_new_tokens is {max_new_tokens}; allowed is 1 or more")
-    if keyer.page_tokens != pool.page_tokens:
-        faults.append(
-            f"keys are made for pages of {keyer.page_tokens} tokens, the pool has {pool.page_tokens}"
-        )
-    if faults:
-        raise UsageFault("; ".join(faults))
+    tokens = _checked_prompt(pool, prompt_tokens, max_new_tokens, keyer)
     lifetime = -(-(len(tokens) + max_new_tokens) // pool.page_tokens)
     if lifetime > pool.total:
         return Never(
@@ -186,6 +176,11 @@ class RequestKv:
         self.committed_tokens = self.hit_tokens
 
     # What it has
+
+    @property
+    def pool(self) -> BlockPool:
+        """Where its pages come from."""
+        return self._pool
 
     @property
     def tokens(self) -> Tokens:
@@ -360,6 +355,25 @@ class RequestKv:
     def _expect(self, chunk: Chunk) -> None:
         if chunk is not self._chunk:
             raise UsageFault("not the outstanding chunk of this request: applied, reverted or another's")
+
+
+def _checked_prompt(
+    pool: BlockPool, prompt_tokens: TokenIds, max_new_tokens: int, keyer: Keyer
+) -> npt.NDArray[np.integer[Any]]:
+    """The prompt as an array, after checking all that a caller may have got wrong."""
+    tokens = token_array(prompt_tokens)
+    faults = []
+    if not tokens.size:
+        faults.append("the prompt is empty; allowed is 1 token or more")
+    if max_new_tokens < 1:
+        faults.append(f"max_new_tokens is {max_new_tokens}; allowed is 1 or more")
+    if keyer.page_tokens != pool.page_tokens:
+        faults.append(
+            f"keys are made for pages of {keyer.page_tokens} tokens, the pool has {pool.page_tokens}"
+        )
+    if faults:
+        raise UsageFault("; ".join(faults))
+    return tokens
 
 
 def _usable_hold(prefix: Prefix, pool: BlockPool, prompt_tokens: int, keys: Keys) -> Hold | None:

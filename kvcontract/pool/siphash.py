@@ -61,7 +61,7 @@ def _sample() -> tuple[Any, ...]:
 
 
 @kernel(sample=_sample, helpers=(_round, _absorb, _finish))
-def hash_pages(  # noqa: PLR0917 - kernels take positional arguments
+def hash_pages(
     words: npt.NDArray[np.uint32],
     step: int,
     page_tokens: int,
@@ -86,11 +86,9 @@ def hash_pages(  # noqa: PLR0917 - kernels take positional arguments
     parent_0, parent_1 = state[2], state[3]
     at = 0
     for page in range(out.shape[0]):
-        extra = flags.shape[0] > 0 and flags[page] != 0
-        size = 24 + 4 * page_tokens + (16 if extra else 0)
-        header = np.uint64(kind) | (np.uint64(page_tokens) << _S32)
-        if extra:
-            header = header | np.uint64(256)
+        extra = 1 if len(flags) and flags[page] else 0
+        size = 24 + 4 * page_tokens + 16 * extra
+        header = np.uint64(kind) | np.uint64(extra << 8) | (np.uint64(page_tokens) << _S32)
         v0, v1, v2, v3 = state[0] ^ _I0, state[1] ^ _I1 ^ _LONG, state[0] ^ _I2, state[1] ^ _I3
         v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, parent_0)
         v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, parent_1)
@@ -102,7 +100,7 @@ def hash_pages(  # noqa: PLR0917 - kernels take positional arguments
             word = np.uint64(words[at]) | (np.uint64(words[at + step]) << _S32)
             v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, word)
             at += 2 * step
-        last = (np.uint64(size) & _LOW_BYTE) << _S56
+        last = (np.uint64(size) & _LOW_BYTE) << _S56  # the format's closing word
         if page_tokens % 2:
             last = last | np.uint64(words[at])
             at += step
@@ -111,5 +109,4 @@ def hash_pages(  # noqa: PLR0917 - kernels take positional arguments
         parent_0 = v0 ^ v1 ^ v2 ^ v3
         v0, v1, v2, v3 = _finish(v0, v1 ^ _SECOND_HALF, v2, v3)
         parent_1 = v0 ^ v1 ^ v2 ^ v3
-        out[page, 0] = parent_0
-        out[page, 1] = parent_1
+        out[page, 0], out[page, 1] = parent_0, parent_1

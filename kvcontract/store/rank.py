@@ -40,7 +40,7 @@ class Rank:
         generation = self.pool.generation[pages]
         with self._lock:
             stored, saving = self._marks(part)
-            todo = (stored[pages] != generation) & (saving[pages] != generation)
+            todo: NDArray[np.bool_] = (stored[pages] != generation) & (saving[pages] != generation)
             saving[pages[todo]] = generation[todo]
         return todo
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -85,9 +86,10 @@ class Search:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """A load in flight: its pages stay with it until it settles, waited for or not (A3)."""
+    """A load in flight: its pages and its lease stay with it until it settles, waited for or not (A3)."""
 
     tier: Tier
+    lease: ExitStack
     pages: Reservation
     keys: Keys
     parent: NDArray[np.uint64] | None
@@ -203,13 +205,17 @@ class Resolver:
     async def _extend(self, search: Search, tier: Tier) -> None:
         """Continue the hit from one tier, if it has the next pages."""
         while (lease := await self._lookup(search, tier)) is not None:
-            with lease:  # A6: every branch that does not load releases it
+            with ExitStack() as owned:  # A6: every branch that does not load releases the lease
+                owned.enter_context(lease)
                 count = self._run_length(search, tier, lease)
                 if not count:
                     return
                 reservation = search.rank.pool.reserve(count)
                 if reservation is not None:
-                    load = self._begin(search, tier, lease, reservation, count)
+                    op = self._begin(search, tier, lease, reservation, count)
+                    base = search.hold
+                    parent = base.keys[-1].copy() if base.hit_pages else None
+                    load = Load(tier, owned.pop_all(), reservation, search.missing[:count], parent, op)
                     await self._finish(search, load)
                     return
             # A5: the lease is back before the pause; admission could not run the request either.
@@ -240,7 +246,7 @@ class Resolver:
 
     def _run_length(self, search: Search, tier: Tier, lease: Lease) -> int:
         """Leading pages of which every record is there: AND over shards (R2)."""
-        present = lease.present.reshape(len(search.missing), -1).all(axis=1)
+        present: NDArray[np.bool_] = np.all(lease.present.reshape(len(search.missing), -1), axis=1)
         absent = np.flatnonzero(~present)
         count = int(absent[0]) if len(absent) else len(present)
         if not count:
@@ -269,18 +275,16 @@ class Resolver:
         if event is not None:
             event.set()
 
-    def _begin(self, search: Search, tier: Tier, lease: Lease, reservation: Reservation, count: int) -> Load:
+    def _begin(
+        self, search: Search, tier: Tier, lease: Lease, reservation: Reservation, count: int
+    ) -> Pending[Codes]:
         keys = search.missing[:count]
         rows = np.arange(count * search.worker.shards(self._part))
-        base = search.hold
-        parent = base.keys[-1].copy() if base.hit_pages else None
-        op = search.worker.load(tier, lease, rows, self._part, keys, reservation.pages, search.deadline)
-        load = Load(tier, reservation, keys, parent, op)
-        self._loads.add(load)
-        self._tally.gauge("loads", 1)
-        return load
+        return search.worker.load(tier, lease, rows, self._part, keys, reservation.pages, search.deadline)
 
     async def _finish(self, search: Search, load: Load) -> None:
+        self._loads.add(load)
+        self._tally.gauge("loads", 1)
         try:
             codes = await wait_until(load.op, search.deadline)
         except BaseException as error:
@@ -311,6 +315,7 @@ class Resolver:
     def _settle(self, load: Load) -> None:
         self._loads.discard(load)
         self._tally.gauge("loads", -1)
+        load.lease.close()
 
     def _abandon(self, search: Search, load: Load) -> None:
         self._tally.count("loads_abandoned")

@@ -87,8 +87,7 @@ class Sealer:
             self._open.add(report)
         self._tally.count("pages_sealed", len(chosen))
         ops = [
-            worker.save(tier, self._part, keys[todo], chosen, cls, deadline, after=after)
-            for tier in self._tiers
+            worker.save(tier, self._part, keys[todo], chosen, cls, deadline, after) for tier in self._tiers
         ]
         # C12: all copies are awaited before anything is released
         all_of(ops).on_done(lambda codes: self._settle(rank, chosen, codes, report))

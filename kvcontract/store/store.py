@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar
 
@@ -106,8 +106,7 @@ class KvStore:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvc-store", daemon=True)
         if self._own_thread:
             self._thread.start()
-        for rank in ranks:
-            rank.pool.on_release(lambda name=rank.name: self._post(self._resolver.pages_came_back, name))
+        self._stop = [rank.pool.on_release(self._waker(rank.name)) for rank in ranks]
 
     # The three verbs
 
@@ -248,6 +247,8 @@ class KvStore:
         deadline = self._loop.time() + deadline_s
         await _settled(self._resolver.loads, deadline)
         await _settled(self._sealer.saves, deadline)
+        for stop in self._stop:
+            stop()
         stuck = tuple(tier.name for tier in self._tiers if not tier.close(deadline))
         loads, saves = len(self._resolver.loads), len(self._sealer.saves)
         for worker in self._workers.values():
@@ -272,9 +273,11 @@ class KvStore:
         self._refuse_if_closed()
         return rank
 
-    def _post(self, function: Any, *arguments: Any) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *arguments)
+    def _waker(self, rank: str) -> Callable[[], None]:
+        def wake() -> None:
+            self._loop.call_soon_threadsafe(self._resolver.pages_came_back, rank)
+
+        return wake
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if not self._own_thread:

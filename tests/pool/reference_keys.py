@@ -57,7 +57,7 @@ def encode(fields: list[bytes | None]) -> bytes:
     return out
 
 
-def chain(  # noqa: PLR0917 - mirrors the formula
+def chain(
     fingerprint: bytes,
     secret: bytes,
     page_tokens: int,

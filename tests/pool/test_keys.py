@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.pool import FleetSecret, Keyer, Scope
+from kvcontract.contract.model import Scope
+from kvcontract.pool import FleetSecret, Keyer
 
 SECRET = FleetSecret(bytes(range(32)))
 GOLDEN = {
@@ -66,7 +67,9 @@ def test_r1_chain_equals_the_reference(
     pages = len(tokens) // page_tokens
     extras = {page: identity for page, identity in extra.items() if page < pages}
     given_tokens = tokens if dtype == "list" else np.array(tokens, dtype)
-    keys = keyer(page_tokens).chain(given_tokens, Scope(*scope), extras=extras)
+    keys = keyer(page_tokens).chain(
+        given_tokens, Scope(lora=scope[0], lora_revision=scope[1], salt=scope[2]), extras=extras
+    )
     expected = reference_keys.chain(b"model", SECRET.value, page_tokens, tokens, scope, extras)
     assert [row.tobytes() for row in keys] == expected
 
@@ -97,7 +100,10 @@ def test_d1_keys_do_not_depend_on_the_process() -> None:
 def test_d2_scopes_never_meet() -> None:
     """Absent, empty and the text None are three values, and a value counts only in its own field."""
     values = [None, "", "None", "x"]
-    scopes = [Scope(*fields) for fields in itertools.product(values, repeat=3)]
+    names = ("lora", "lora_revision", "salt")
+    scopes = [
+        Scope(**dict(zip(names, fields, strict=True))) for fields in itertools.product(values, repeat=3)
+    ]
     seen = as_set(np.concatenate([keyer().chain(range(8), scope) for scope in scopes]))
     assert len(seen) == 2 * len(scopes)
     assert Scope() == Scope(lora=None, salt=None)

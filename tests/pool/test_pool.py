@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -43,6 +44,12 @@ def cache(pool: BlockPool, keys: np.ndarray) -> list[int]:
     return pages
 
 
+def drop(make: Callable[[], object]) -> None:
+    """Make something and forget it."""
+    make()
+    gc.collect()
+
+
 @pytest.fixture
 def pool() -> BlockPool:
     """100 usable pages of 16 tokens."""
@@ -61,7 +68,8 @@ def test_b2_a_lost_race_has_no_side_effect(pool: BlockPool) -> None:
     assert pool.gauges() == before
     assert hold.live
     first.release()
-    assert admitted(pool, 60, hold).pages.tolist() == hold.pages.tolist()
+    with admitted(pool, 60, hold) as request:
+        assert request.pages.tolist() == hold.pages.tolist()
 
 
 def test_b2_admission_books_what_it_checked(pool: BlockPool) -> None:
@@ -157,8 +165,7 @@ def test_a_dropped_handle_is_taken_back_with_a_warning(pool: BlockPool) -> None:
     cache(pool, chain(4))
     for make in (lambda: pool.match(chain(4)), lambda: pool.reserve(3), lambda: pool.try_admit(5)):
         with pytest.warns(ResourceWarning, match="was dropped"):
-            make()
-            gc.collect()
+            drop(make)
         assert (pool.held, pool.entitled) == (0, 0)
     pool.match(chain(2, seed=9))  # an empty hold has nothing to lose
     pool.check_books()
@@ -220,7 +227,7 @@ def test_b11_an_admitted_draw_evicts(pool: BlockPool) -> None:
 
 
 def test_b12_retention_is_a_switch_of_its_own(pool: BlockPool) -> None:
-    """Off: the cache drains once, and complete pages are free on release, a primary behind a duplicate too."""
+    """Off: the cache drains once; complete pages are free on release, a primary behind a duplicate too."""
     keys = chain(5)
     cache(pool, keys)
     pool.set_retention(on=False)

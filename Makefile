@@ -1,0 +1,49 @@
+# Everything runs in a virtual environment inside the clone.
+#   make conformance    set up, then certify the qwen3 plugin on a small generated checkpoint
+#   make test           set up, then lint, type-check and test
+# TORCH is what pip is asked for first; set it to take another build, for example a CUDA one:
+#   make conformance TORCH=torch==2.11.0
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup conformance test lint types tests test-slow test-wheel clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml plugins/qwen3/pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --editable plugins/qwen3
+	touch $(READY)
+
+conformance: setup
+	$(BIN)/kvc conformance qwen3
+
+test: lint types tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+tests: setup
+	$(BIN)/python -m pytest -m "not slow and not wheel"
+
+# Longer seeds of the same properties.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+# Builds the wheels, installs them into an empty environment outside the clone, certifies there.
+test-wheel: setup
+	TORCH='$(TORCH)' $(BIN)/python -m pytest -m wheel
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,278 @@
+"""Position-coded data, and where every byte of it must lie: slow, obvious, sharing no code with the runtime.
+
+Every element of every field gets a serial number.  Bytes are written out in memory order by walking the
+declaration, never by multiplying strides.  Where an element is too narrow for its number, several passes
+carry one digit each, so that a wrong byte *decodes to where it came from*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcontract.contract.dtypes import DTYPE_BITS
+from kvcontract.contract.model import Arena, Field, KvModel
+
+Serials = NDArray[np.int64]
+Image = NDArray[np.uint8]
+
+PADDING = -1
+"""Serial number of a byte that belongs to no element."""
+
+FieldName = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where an element is, in the author's terms."""
+
+    arena: str
+    field: str
+    layer: int | None
+    block: int
+    at: dict[str, int]
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f"layer {self.layer} "
+        spot = " ".join(f"{axis} {index}" for axis, index in self.at.items())
+        return f"{layer}{self.field.upper()} page {self.block} {spot}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    arena: Arena
+    field: Field
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    width: int
+    first: int
+
+
+class Fill:
+    """Serial numbers for some blocks of a model's device arenas.
+
+    Args:
+        model: the declaration; paged groups only.
+        blocks: how many blocks are filled.
+    """
+
+    def __init__(self, model: KvModel, blocks: int) -> None:
+        self.model = model
+        self.blocks = blocks
+        self._entries: dict[FieldName, _Entry] = {}
+        count = 1  # so that untouched zeros are nobody's value
+        for arena in model.arenas:
+            for field in arena.fields:
+                axes, shape, width = _shape(field, model.page_tokens // arena.tokens_per_row)
+                entry = _Entry(arena, field, axes, shape, width, count)
+                self._entries[arena.name, field.name] = entry
+                count += blocks * _count(shape)
+        self.count = count
+
+    @property
+    def passes(self) -> int:
+        """Passes after which every element of every field has told its whole number."""
+        narrowest = min(entry.width for entry in self._entries.values())
+        digits = 1
+        while 256 ** (narrowest * digits) < self.count:
+            digits += 1
+        return digits
+
+    def serials(self, name: FieldName) -> Serials:
+        """int64[blocks, *axes]: the numbers of one field, `token` where the field has it."""
+        entry = self._entries[name]
+        span = self.blocks * _count(entry.shape)
+        return np.arange(entry.first, entry.first + span).reshape(self.blocks, *entry.shape)
+
+    def fields(self) -> Iterator[FieldName]:
+        """Every (arena, field), in declared order."""
+        yield from self._entries
+
+    def width(self, name: FieldName) -> int:
+        """Bytes of an element."""
+        return self._entries[name].width
+
+    def where(self, serial: int) -> Located | None:
+        """Whose number it is; None if nobody's."""
+        for entry in self._entries.values():
+            each = _count(entry.shape)
+            if entry.first <= serial < entry.first + self.blocks * each:
+                block, rest = divmod(serial - entry.first, each)
+                spot = np.unravel_index(rest, entry.shape)
+                at = {axis: int(index) for axis, index in zip(entry.axes, spot, strict=True)}
+                return Located(entry.arena.name, entry.field.name, entry.arena.layer, block, at)
+        return None
+
+
+def digits(serials: Serials, width: int, number: int) -> Image:
+    """uint8[..., width]: digit `number` of each serial, in elements of `width` bytes, little endian."""
+    shift = 8 * width * number
+    digit = serials.astype(np.uint64) >> np.uint64(shift) if shift < 64 else np.zeros_like(serials, np.uint64)  # noqa: PLR2004
+    parts = [(digit >> np.uint64(8 * byte)) & np.uint64(255) for byte in range(width)]
+    return np.stack(parts, axis=-1).astype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Which element each byte of some memory belongs to.
+
+    Attributes:
+        serial: int64[bytes], `PADDING` for none.
+        byte: uint8[bytes], which byte of the element.
+        width: uint8[bytes], bytes of the element.
+    """
+
+    serial: Serials
+    byte: Image
+    width: Image
+
+    def expected(self, number: int) -> Image:
+        """uint8[bytes] of pass `number`; padding is 0 here and nobody's business."""
+        out = np.zeros(len(self.serial), np.uint8)
+        for width in np.unique(self.width):
+            mine = (self.width == width) & (self.serial != PADDING)
+            coded = digits(self.serial[mine], int(width), number)
+            out[mine] = np.take_along_axis(coded, self.byte[mine][:, None].astype(np.intp), axis=1)[:, 0]
+        return out
+
+    @property
+    def content(self) -> NDArray[np.bool_]:
+        """bool[bytes]: what belongs to some element."""
+        content: NDArray[np.bool_] = self.serial != PADDING
+        return content
+
+
+def device_map(fill: Fill, block: int, worker: int = 0, tp: int = 1) -> Map:
+    """One page-first block of a worker: arenas side by side in declared order, aligned; padding at the end."""
+    arenas = fill.model.arenas
+    chunks: list[Map] = []
+    length = 0
+    for arena in arenas:
+        gap = -length % arena.align_bytes
+        held = {field.name: _held(fill, arena, field, block, worker, tp) for field in arena.fields}
+        chunks += [_padding(gap), _arena_map(arena, held, fill)]
+        length += gap + len(chunks[-1].serial)
+    steps = [step for arena in arenas for step in (arena.stride_multiple_bytes, arena.align_bytes)]
+    return _join([*chunks, _padding(-length % int(np.lcm.reduce(steps)))])
+
+
+def _held(fill: Fill, arena: Arena, field: Field, block: int, worker: int, tp: int) -> Serials:
+    numbers = fill.serials((arena.name, field.name))[block]
+    if field.shard_axis is None:
+        return numbers
+    return np.split(numbers, tp, axis=_axes(field).index(field.shard_axis))[worker]
+
+
+def wire_map(fill: Fill, block: int, shard: int, shards: int) -> Map:
+    """One record's payload: dense, in the order of the wire form; a cut field's slice, the rest in shard 0."""
+    model = fill.model
+    arenas = model.arenas if model.repack is None else model.repack.arenas
+    device = {(arena.name, field.name): field for arena in model.arenas for field in arena.fields}
+    chunks = []
+    for arena in arenas:
+        taken: dict[str, Serials] = {}
+        for field in arena.fields:
+            if field.shard_axis is None and shard:
+                continue
+            numbers = fill.serials((arena.name, field.name))[block]
+            numbers = _turned(numbers, _axes(device[arena.name, field.name]), _axes(field))
+            if field.shard_axis is not None:
+                axis = _axes(field).index(field.shard_axis)
+                numbers = np.split(numbers, shards, axis=axis)[shard]
+            taken[field.name] = numbers
+        if taken:
+            kept = arena.model_copy(update={"fields": tuple(f for f in arena.fields if f.name in taken)})
+            chunks.append(_arena_map(kept, taken, fill))
+    return _join(chunks)
+
+
+def _arena_map(arena: Arena, numbers: dict[str, Serials], fill: Fill) -> Map:
+    """Walk one block in memory order."""
+    if arena.arrangement == "planes":
+        return _join([_elements(numbers[f.name], fill.width((arena.name, f.name))) for f in arena.fields])
+    rows = next(iter(numbers.values())).shape[0]
+    walk = [
+        _elements(numbers[field.name][row], fill.width((arena.name, field.name)))
+        for row in range(rows)
+        for field in arena.fields
+    ]
+    return _join(walk)
+
+
+def _elements(numbers: Serials, width: int) -> Map:
+    flat = numbers.reshape(-1)
+    return Map(
+        np.repeat(flat, width),
+        np.tile(np.arange(width, dtype=np.uint8), len(flat)),
+        np.full(len(flat) * width, width, np.uint8),
+    )
+
+
+def _padding(count: int) -> Map:
+    return Map(np.full(count, PADDING), np.zeros(count, np.uint8), np.ones(count, np.uint8))
+
+
+def _join(maps: list[Map]) -> Map:
+    return Map(
+        np.concatenate([item.serial for item in maps]),
+        np.concatenate([item.byte for item in maps]),
+        np.concatenate([item.width for item in maps]),
+    )
+
+
+def _axes(field: Field) -> tuple[str, ...]:
+    return tuple(field.axes) if "token" in field.axes else ("token", *field.axes)
+
+
+def _shape(field: Field, rows: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+    axes = _axes(field)
+    shape = [rows if axis == "token" else field.axes[axis] for axis in axes]
+    bits = DTYPE_BITS[field.dtype]
+    if bits < 8:  # noqa: PLR2004 - two or more elements share a byte: the last axis counts bytes
+        shape[-1] = shape[-1] * bits // 8
+    return axes, tuple(shape), max(1, bits // 8)
+
+
+def _turned(numbers: Serials, have: tuple[str, ...], want: tuple[str, ...]) -> Serials:
+    return np.transpose(numbers, [have.index(axis) for axis in want])
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape))
+
+
+def compare(found: list[Image], where: Map, fill: Fill) -> str | None:
+    """Compare memory with what must lie there, over all passes.
+
+    Args:
+        found: per pass, uint8[bytes].
+        where: which element each byte belongs to.
+        fill: whose numbers they are.
+
+    Returns:
+        None if every content byte is right, else the first difference, decoded, and how many there are.
+    """
+    wrong = np.zeros(len(where.serial), np.bool_)
+    for number, image in enumerate(found):
+        if len(image) != len(where.serial):
+            return f"{len(image):,} B were found where {len(where.serial):,} B belong"
+        wrong |= (image != where.expected(number)) & where.content
+    if not wrong.any():
+        return None
+    first = int(np.flatnonzero(wrong)[0])
+    expected = fill.where(int(where.serial[first]))
+    seen = fill.where(_decode(found, first - int(where.byte[first]), int(where.width[first])))
+    elements = len(np.unique(where.serial[wrong]))
+    what = f"found the value of {seen}" if seen is not None else "found a value that belongs nowhere"
+    return f"{what}\nwhere {expected} belongs ({elements:,} element(s) of the page are wrong)"
+
+
+def _decode(found: list[Image], start: int, width: int) -> int:
+    serial = 0
+    for number, image in enumerate(found):
+        digit = int.from_bytes(image[start : start + width].tobytes(), "little")
+        serial |= digit << (8 * width * number)
+    return serial

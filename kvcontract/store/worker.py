@@ -1,0 +1,292 @@
+"""The worker: runs a rank's copy operations between its device memory and the tiers.
+
+A rank decides; a worker is told (record keys, block ids) and answers with one code a page.  Saving gathers a
+page's fields into wire order, sums its segments, puts a frame before them and hands address and length to a
+tier.  Loading is the same backwards, and nothing is reported OK before its frame and every segment have been
+checked as they landed (E7).  Pages whose code is not OK hold undefined bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.layout import Layout, Part, fingerprint, parts, wire_record
+from kvcontract.contract.model import KvModel
+from kvcontract.core.lane import Lane, ThreadLane
+from kvcontract.core.pending import Pending, all_of
+from kvcontract.memory.binding import Binding
+from kvcontract.memory.copy import Blocks, holds
+from kvcontract.memory.repack import compile_program
+from kvcontract.memory.staging import StagingBudget
+from kvcontract.store.chain import BATCH_BYTES, Chain, Job, Landing, PageKeys, Shard
+from kvcontract.tiers.base import Clock, Code, Codes, Lease, Op, RecordKeys, Rows, SaveClass, Tier
+from kvcontract.tiers.frame import Flaw
+
+STAGING_BYTES: Final = 4 * BATCH_BYTES
+"""Staging memory of a worker."""
+
+_KEPT_FAULTS: Final = 16
+
+
+class Worker:
+    """One worker of a rank.
+
+    Args:
+        model: the declaration.
+        layout_: what this worker holds.
+        bindings: memory of each space that has stored groups, by its key.
+        max_tp: largest degree of tensor parallelism that may share the records.
+        lane: where copies and checks run; None makes one, which `close` ends.
+        clock: what deadlines are measured on.
+        staging_bytes: memory that operations may stage through at one time.
+
+    Attributes:
+        parts: what can be saved and loaded.
+        faults: the latest unexpected exceptions.
+
+    Raises:
+        UsageFault: declaration, layout and memory do not fit each other.
+        PluginFault: a conversion cannot be found.
+    """
+
+    def __init__(
+        self,
+        model: KvModel,
+        layout_: Layout,
+        bindings: Mapping[str, Binding],
+        *,
+        max_tp: int,
+        lane: Lane | None = None,
+        clock: Clock = time.monotonic,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self.parts = parts(model)
+        self.faults: deque[Exception] = deque(maxlen=_KEPT_FAULTS)
+        missing = [part.space for part in self.parts if part.space not in bindings]
+        if missing:
+            raise UsageFault(f"no binding for space(s) {', '.join(missing)}")
+        self._shards = {part.name: _shards(model, part, layout_, bindings, max_tp) for part in self.parts}
+        self._own_lane = lane is None
+        self.lane: Lane = lane or ThreadLane(f"kvc-worker-{layout_.worker}")
+        self.clock = clock
+        self.staging = StagingBudget(staging_bytes)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._running: set[Op] = set()
+        self._closed = False
+
+    def shards(self, part: Part) -> int:
+        """Records that this worker reads for one page of a part."""
+        return len(self._shards[part.name])
+
+    def record_keys(self, part: Part, page_keys: PageKeys) -> RecordKeys:
+        """Keys of every record that this worker reads for some pages.
+
+        Args:
+            part: of `parts`.
+            page_keys: uint64[n, 2].
+
+        Returns:
+            [n * shards(part)], page by page, and within a page shard by shard.
+        """
+        columns = [shard.keys(page_keys) for shard in self._shards[part.name]]
+        joined: RecordKeys = np.stack(columns, axis=1).reshape(-1)
+        return joined
+
+    def save(
+        self,
+        tier: Tier,
+        part: Part,
+        page_keys: PageKeys,
+        blocks: Blocks,
+        cls: SaveClass,
+        deadline: float,
+        after: Callable[[], object] | None = None,
+        *,
+        handoff: str | None = None,
+    ) -> Op:
+        """Save pages to a tier; never raises.
+
+        The pages must not change before the operation settles (C1).
+
+        Args:
+            tier: where to.
+            part: of `parts`.
+            page_keys: uint64[n, 2].
+            blocks: int[n], where the pages lie in the part's space.
+            cls: why.
+            deadline: no batch is begun after it.
+            after: waits until the pages have been written (C2); called once, in the lane.
+            handoff: see `Tier.save`.
+
+        Returns:
+            u8[n] of `Code`, a page's being OK only if all its shards are, else the worst of them (E3).
+            A page of which another worker writes every shard is OK.
+        """
+        if len(blocks) != len(page_keys):
+            return self._refused("save", len(page_keys), f"{len(blocks)} blocks for {len(page_keys)} pages")
+        shards = [shard for shard in self._shards[part.name] if shard.writes]
+
+        def issue(landing: Landing, pages: slice, _column: int) -> Op:
+            shard = landing.shard
+            if landing.staged is not None:
+                shard.program.gather(landing.blocks, landing.staged)
+            keys = shard.keys(page_keys[pages])
+            landing.headers = shard.template.encode(keys, landing.sums(np.arange(len(keys))))
+            return tier.save(keys, landing.buffers(), cls, deadline, handoff=handoff)
+
+        ids = np.asarray(blocks, np.int64)
+        return self._start(Job("save", shards, ids, deadline, issue, after=after or _at_once))
+
+    def load(
+        self,
+        tier: Tier,
+        lease: Lease,
+        rows: Rows,
+        part: Part,
+        page_keys: PageKeys,
+        blocks: Blocks,
+        deadline: float,
+    ) -> Op:
+        """Load pages from a tier and check every byte of them (E7); never raises.
+
+        A record that is not what it should be is counted, and the tier is told to forget it.  The lease must
+        be held until the operation settles: batches that begin after its end are EXPIRED.
+
+        Args:
+            tier: where from.
+            lease: of that tier, on keys from `record_keys`.
+            rows: int[n * shards(part)], the lease's rows in the order of `record_keys`.
+            part: of `parts`.
+            page_keys: uint64[n, 2].
+            blocks: int[n], where the pages are to lie, none twice.
+            deadline: no batch is begun after it.
+
+        Returns:
+            u8[n] of `Code`; bytes of a page that is not OK are undefined.
+        """
+        shards, count = self._shards[part.name], len(page_keys)
+        ids = np.asarray(blocks, np.int64)
+        if len(ids) != count or len(rows) != count * len(shards) or len(np.unique(ids)) != count:
+            return self._refused(
+                "load",
+                count,
+                f"{len(ids)} blocks, {len(np.unique(ids))} of them distinct, and {len(rows)} rows for {count}"
+                f" pages of {len(shards)} records; expected as many distinct blocks, a row for each record",
+            )
+        table = np.asarray(rows, np.int64).reshape(count, len(shards))
+
+        def issue(landing: Landing, pages: slice, column: int) -> Op:
+            return tier.load(lease, table[pages, column], landing.buffers(), deadline)
+
+        def check(landing: Landing, pages: slice, column: int, codes: Codes) -> Codes:
+            codes = self._checked(landing, page_keys[pages], codes)
+            damaged = table[pages, column][codes == Code.CORRUPT]
+            if len(damaged):
+                tier.discard(lease, damaged)
+            good = np.flatnonzero(codes == Code.OK)
+            if landing.staged is not None and len(good):
+                landing.shard.program.scatter(landing.blocks[good], landing.staged[torch.from_numpy(good)])
+            return codes
+
+        return self._start(Job("load", shards, ids, deadline, issue, check))
+
+    def _checked(self, landing: Landing, page_keys: PageKeys, codes: Codes) -> Codes:
+        """Codes with CORRUPT where the bytes that landed are not those that were saved."""
+        codes = codes.copy()
+        rows = np.flatnonzero(codes == Code.OK)
+        shard = landing.shard
+        flaws, claimed = shard.template.verify(landing.headers[rows], shard.keys(page_keys[rows]))
+        wrong = (landing.sums(rows) != claimed).any(axis=1)
+        for at, (flaw, summed_wrong) in enumerate(zip(flaws, wrong.tolist(), strict=True)):
+            found = flaw or (Flaw.CORRUPT_PAYLOAD if summed_wrong else None)
+            if found is not None:
+                codes[rows[at]] = Code.CORRUPT
+                self.count(f"flaw_{found.value}")
+        return codes
+
+    def stats(self) -> dict[str, int]:
+        """Gauges (operations, staging_bytes) and counters (pages by verb and code, records by flaw)."""
+        with self._lock:
+            return {
+                "operations": len(self._running),
+                "staging_bytes": self.staging.used_bytes,
+                **dict.fromkeys(("save_ok", "load_ok", "faults"), 0),
+                **self._counts,
+            }
+
+    def close(self, deadline: float) -> bool:
+        """Take no more work and wait for what runs; False if something still does (C10)."""
+        with self._lock:
+            self._closed = True
+            running = list(self._running)
+        try:
+            all_of(running).wait(deadline - self.clock())
+        except TimeoutError:
+            return False
+        return self.lane.close(max(0.0, deadline - self.clock())) if self._own_lane else True
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._counts[name] += by
+
+    def fault(self, error: Exception) -> None:
+        """Keep an unexpected exception."""
+        self.faults.append(error)
+        self.count("faults")
+
+    def settle(self, verb: str, op: Op, codes: Codes) -> None:
+        """Give an operation its one terminal, counted (R8)."""
+        for code, number in enumerate(np.bincount(codes).tolist()):
+            if number:
+                self.count(f"{verb}_{Code(code).name.lower()}", number)
+        with self._lock:
+            self._running.discard(op)
+        op.settle(codes)
+
+    def _refused(self, verb: str, pages: int, reason: str) -> Op:
+        self.fault(UsageFault(f"{verb} refused: {reason}"))
+        op: Op = Pending()
+        self.settle(verb, op, np.full(pages, Code.REFUSED, np.uint8))
+        return op
+
+    def _start(self, job: Job) -> Op:
+        chain = Chain(self, job)
+        with self._lock:
+            refused = self._closed
+            if not refused:
+                self._running.add(chain.op)
+        if refused:
+            return self._refused(job.verb, len(job.blocks), "the worker is closed")
+        chain.start()
+        return chain.op
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""
+
+
+def _shards(
+    model: KvModel, part: Part, layout_: Layout, bindings: Mapping[str, Binding], max_tp: int
+) -> list[Shard]:
+    """The shards of a part of which this worker holds anything."""
+    count, identity = part.shards(max_tp), fingerprint(model).parts[part.name]
+    worker, tp = layout_.worker, layout_.tp
+    found = []
+    for number in range(count):
+        record = wire_record(model, part, number, count)
+        if not holds(record, worker, tp):
+            continue
+        program = compile_program(model, bindings[part.space], record, worker, tp)
+        earlier = any(holds(record, other, tp, whole=True) for other in range(worker))
+        found.append(Shard(record, program, identity, writes=program.complete and not earlier))
+    return found
