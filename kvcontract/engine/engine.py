@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -31,6 +30,7 @@ from kvcontract.contract.errors import InternalFault, UsageFault
 from kvcontract.contract.executor import Executor
 from kvcontract.contract.layout import fingerprint, layout
 from kvcontract.contract.model import KvModel, Scope
+from kvcontract.engine.active import Active
 from kvcontract.engine.batch import build_step, wanted_rows
 from kvcontract.engine.intake import Arrival, Intake
 from kvcontract.engine.request import GREEDY, Capture, Finish, Request, Result, check_prompt
@@ -39,32 +39,13 @@ from kvcontract.pool.handles import Later, Never
 from kvcontract.pool.keys import FleetSecret, Keyer
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.request import FULL, Chunk, RequestKv, admit
-from kvcontract.store.policy import PLAIN, KvPrefix, ResolvePolicy
+from kvcontract.store.policy import PLAIN, ResolvePolicy
 
 if TYPE_CHECKING:
     from kvcontract.store.store import KvStore
 
 STALL_S: Final = 120.0
 """`run` gives up when nothing has moved for so long."""
-
-
-@dataclass(slots=True, eq=False)
-class _Active:
-    """An admitted request and what it has produced."""
-
-    request: Request
-    prefix: KvPrefix
-    kv: RequestKv
-    sampler: Sampler
-    split: list[int] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    positions: list[NDArray[np.int64]] = field(default_factory=list)
-    sealed_pages: int = 0
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """What was sampled."""
-        return tuple(self.kv.tokens[self.kv.prompt_len :].tolist())
 
 
 class Engine:
@@ -78,7 +59,7 @@ class Engine:
         rank: name of the rank in the store.
         max_batch_tokens: most tokens of one step.
         max_chunk_tokens: prefill chunks end at multiples of this position, so that a request is cut at the
-            same places whatever it hits; None is `max_batch_tokens`.
+            same places whatever it hits (or earlier, where the batch is full); None is `max_batch_tokens`.
         max_requests: most requests at once, none above `max_batch_tokens`.
         stop_token_ids: end-of-sequence ids of the model.
 
@@ -120,7 +101,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._intake = Intake(store, rank, self._wake)
         self._waiting: deque[Arrival] = deque()
-        self._active: list[_Active] = []
+        self._active: list[Active] = []
         self._results: dict[int, Result] = {}
         self._open: set[int] = set()
         self._closed = False
@@ -243,30 +224,37 @@ class Engine:
         before = len(self._waiting)
         while self._waiting and len(self._active) < self.max_requests:
             arrival = self._waiting[0]
-            request, prefix = arrival.request, arrival.prefix
-            if arrival.error is not None:
-                self._waiting.popleft()
-                self._end(_refusal(request, Finish.FAILED, f"resolve: {arrival.error!r}"))
+            answer = self._ask_pool(arrival)
+            if isinstance(answer, Later):
+                if self._active or not self._shed():
+                    break
                 continue
+            self._waiting.popleft()
+            if isinstance(answer, Result):
+                arrival.prefix.release()
+                self._end(answer)
+            else:
+                sampler = Sampler(arrival.request.sampling)
+                self._active.append(Active(arrival.request, arrival.prefix, answer, sampler))
+        return before - len(self._waiting)
+
+    def _ask_pool(self, arrival: Arrival) -> RequestKv | Later | Result:
+        """The pool's answer; a result where the request ends here."""
+        request, error = arrival.request, arrival.error
+        if error is not None:
+            return _refusal(request, Finish.FAILED, f"resolve: {error!r}")
+        try:
             answer = admit(
                 self.pool,
                 prompt_tokens=request.prompt,
                 max_new_tokens=request.max_new_tokens,
                 keyer=self._keyer,
                 scope=request.scope,
-                prefix=prefix,
+                prefix=arrival.prefix,
             )
-            if isinstance(answer, Later):
-                if self._active or not self._shed():
-                    break
-                continue
-            self._waiting.popleft()
-            if isinstance(answer, Never):
-                prefix.release()
-                self._end(_refusal(request, Finish.REFUSED, answer.reason))
-                continue
-            self._active.append(_Active(request, prefix, answer, Sampler(request.sampling)))
-        return before - len(self._waiting)
+        except UsageFault as fault:
+            return _refusal(request, Finish.REFUSED, str(fault))
+        return _refusal(request, Finish.REFUSED, answer.reason) if isinstance(answer, Never) else answer
 
     def _shed(self) -> bool:
         """Send the last waiting request with a hold back to the intake; False if there is none.
@@ -296,10 +284,10 @@ class Engine:
             self._finish(active, Finish.CANCELLED)
         return len(gone) + len(stopped)
 
-    def _schedule(self) -> list[tuple[_Active, Chunk]]:
+    def _schedule(self) -> list[tuple[Active, Chunk]]:
         """Decodes first, then prefill chunks in order of admission, while tokens are left."""
-        prefilling = [item for item in self._active if item.kv.committed_tokens < item.kv.prompt_len]
-        batch = [(item, item.kv.schedule_decode()) for item in self._active if item not in prefilling]
+        prefilling = [item for item in self._active if item.prefilling]
+        batch = [(item, item.kv.schedule_decode()) for item in self._active if not item.prefilling]
         left = self.max_batch_tokens - len(batch)
         for item in prefilling:
             start = item.kv.committed_tokens
@@ -310,73 +298,54 @@ class Engine:
                 left -= len(chunk.token_ids)
         return batch
 
-    def _run(self, batch: list[tuple[_Active, Chunk]]) -> None:
+    def _run(self, batch: list[tuple[Active, Chunk]]) -> None:
         every = [item.request.capture == "all" for item, _ in batch]
         try:
             step = build_step([chunk for _, chunk in batch], all_rows=every)
             logits = self._executor.forward(step).logits
-            broken = logits.isnan().any(dim=-1).tolist()
+            nan = logits.isnan().any(dim=-1).cpu().numpy()
         except BaseException as error:
             with contextlib.ExitStack() as undo:  # one that fails keeps no other from being released
-                for item, chunk in batch:
+                for item, _ in batch:
                     undo.callback(self._finish, item, Finish.FAILED, f"step: {error!r}")
-                    undo.callback(item.kv.revert, chunk)
             raise
-        row = 0
+        row, faults = 0, []
         for (item, chunk), all_rows in zip(batch, every, strict=True):
             wanted = wanted_rows(chunk, all_rows=all_rows)
             rows = slice(row, row + len(wanted))
             row = rows.stop
-            if any(broken[rows]):
-                item.kv.revert(chunk)
-                where = chunk.start + int(wanted[broken[rows].index(True)])
+            if nan[rows].any():
+                where = chunk.start + wanted[nan[rows].argmax()]
                 self._finish(item, Finish.FAILED, f"the logits of position {where} are NaN")
-            else:
-                self._apply(item, chunk, logits[rows], wanted)
+                continue
+            try:
+                self._commit(item, chunk, logits[rows], wanted)
+            except Exception as error:  # noqa: BLE001 - raised below, once the rest of the batch is committed
+                faults.append(error)
+                if item in self._active:
+                    self._finish(item, Finish.FAILED, f"commit: {error!r}")
+        if faults:
+            raise faults[0]
 
-    def _apply(self, item: _Active, chunk: Chunk, logits: Tensor, wanted: NDArray[np.int64]) -> None:
-        """Commit one request's part of a step: sample, register, seal, finish."""
-        token = item.sampler(logits[-1]) if chunk.emits else None
-        if token is not None and chunk.start >= item.kv.prompt_len:
-            item.kv.apply_decode(chunk, token)
-        else:
-            item.kv.apply_prefill(chunk, token)
-        item.split.append(len(chunk.token_ids))
-        if item.request.capture != "none" and len(wanted):
-            item.logits.append(logits.detach().cpu())
-            item.positions.append(chunk.start + wanted)
+    def _commit(self, item: Active, chunk: Chunk, logits: Tensor, wanted: NDArray[np.int64]) -> None:
+        """Commit one request's part of a step, seal what it completed, finish it if that was the last."""
+        finish = item.commit(chunk, logits, wanted)
         if self.store is not None and item.kv.registered > item.sealed_pages:
             self.store.seal(item.kv, after=_written(logits.device))
             item.sealed_pages = item.kv.registered
-        if token is not None and token in item.request.stop_token_ids:
-            self._finish(item, Finish.STOP)
-        elif item.kv.finished:
-            self._finish(item, Finish.LENGTH)
+        if finish is not None:
+            self._finish(item, finish)
 
-    def _finish(self, item: _Active, finish: Finish, reason: str = "") -> None:
+    def _finish(self, item: Active, finish: Finish, reason: str = "") -> None:
         self._active.remove(item)
-        tokens = item.tokens
         try:
-            if self.store is None:
-                item.kv.release()
+            if self.store is None or finish is Finish.FAILED:
+                with item.kv:  # reverts a step that came to nothing, and releases
+                    pass
             else:
                 self.store.retire(item.kv)
         finally:
-            self._end(
-                Result(
-                    id=item.request.id,
-                    prompt_tokens=item.kv.prompt_len,
-                    tokens=tokens,
-                    finish=finish,
-                    reason=reason,
-                    hit_tokens=item.kv.hit_tokens,
-                    sources=item.prefix.sources,
-                    degraded=item.prefix.degraded,
-                    split=tuple(item.split),
-                    logits=torch.cat(item.logits) if item.logits else None,
-                    positions=np.concatenate(item.positions) if item.positions else None,
-                )
-            )
+            self._end(item.result(finish, reason))
 
     def _end(self, result: Result) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from kvcontract.memory.staging import StagingBudget
 from kvcontract.tiers.base import Buffers, Clock, Code, Codes, Op, RecordKeys, Rows, record_keys
 from kvcontract.tiers.frame import FrameTemplate
 
-BATCH_BYTES: Final = 32 * 2**20
-"""Payload that one batch moves: what a later, more urgent operation may have to wait for."""
-
 PageKeys = NDArray[np.uint64]
 
 
@@ -40,15 +37,18 @@ class Shard:
         program: between the worker's memory and the record.
         identity: 16 bytes, fingerprint of the part.
         writes: whether this worker is the one that stores it.
+        batch_bytes: payload of one batch, at least one record.
     """
 
-    def __init__(self, record: WireRecord, program: Program, identity: bytes, *, writes: bool) -> None:
+    def __init__(
+        self, record: WireRecord, program: Program, identity: bytes, *, writes: bool, batch_bytes: int
+    ) -> None:
         self.record, self.program, self.writes = record, program, writes
         self.template = FrameTemplate(identity, record.segments)
         none = np.empty(0, np.int64)
         self.lengths = program.buffers(none)[1] if program.direct else (record.payload_bytes,)
         self.summer = SegmentSums(self.lengths, record.segments)
-        self.batch_records = max(1, BATCH_BYTES // record.payload_bytes)
+        self.batch_records = max(1, batch_bytes // record.payload_bytes)
 
     def keys(self, page_keys: PageKeys) -> RecordKeys:
         """Record keys [n] of some pages, uint64[n, 2]."""

@@ -26,9 +26,12 @@ from kvcontract.memory.binding import Binding
 from kvcontract.memory.copy import Blocks, holds
 from kvcontract.memory.repack import compile_program
 from kvcontract.memory.staging import StagingBudget
-from kvcontract.store.chain import BATCH_BYTES, Chain, Job, Landing, PageKeys, Shard
+from kvcontract.store.chain import Chain, Job, Landing, PageKeys, Shard
 from kvcontract.tiers.base import Clock, Code, Codes, Lease, Op, RecordKeys, Rows, SaveClass, Tier
 from kvcontract.tiers.frame import Flaw
+
+BATCH_BYTES: Final = 32 * 2**20
+"""Payload that one batch moves: what a later, more urgent operation may have to wait for."""
 
 STAGING_BYTES: Final = 4 * BATCH_BYTES
 """Staging memory of a worker."""
@@ -47,6 +50,7 @@ class Worker:
         lane: where copies and checks run; None makes one, which `close` ends.
         clock: what deadlines are measured on.
         staging_bytes: memory that operations may stage through at one time.
+        batch_bytes: payload that is moved between two looks at the deadline.
 
     Attributes:
         parts: what can be saved and loaded.
@@ -67,13 +71,17 @@ class Worker:
         lane: Lane | None = None,
         clock: Clock = time.monotonic,
         staging_bytes: int = STAGING_BYTES,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self.parts = parts(model)
         self.faults: deque[Exception] = deque(maxlen=_KEPT_FAULTS)
         missing = [part.space for part in self.parts if part.space not in bindings]
         if missing:
             raise UsageFault(f"no binding for space(s) {', '.join(missing)}")
-        self._shards = {part.name: _shards(model, part, layout_, bindings, max_tp) for part in self.parts}
+        self._shards = {
+            part.name: _shards(model, part, layout_, bindings[part.space], max_tp, batch_bytes)
+            for part in self.parts
+        }
         self._own_lane = lane is None
         self.lane: Lane = lane or ThreadLane(f"kvc-worker-{layout_.worker}")
         self.clock = clock
@@ -276,7 +284,7 @@ def _at_once() -> None:
 
 
 def _shards(
-    model: KvModel, part: Part, layout_: Layout, bindings: Mapping[str, Binding], max_tp: int
+    model: KvModel, part: Part, layout_: Layout, binding: Binding, max_tp: int, batch_bytes: int
 ) -> list[Shard]:
     """The shards of a part of which this worker holds anything."""
     count, identity = part.shards(max_tp), fingerprint(model).parts[part.name]
@@ -286,7 +294,8 @@ def _shards(
         record = wire_record(model, part, number, count)
         if not holds(record, worker, tp):
             continue
-        program = compile_program(model, bindings[part.space], record, worker, tp)
+        program = compile_program(model, binding, record, worker, tp)
         earlier = any(holds(record, other, tp, whole=True) for other in range(worker))
-        found.append(Shard(record, program, identity, writes=program.complete and not earlier))
+        writes = program.complete and not earlier
+        found.append(Shard(record, program, identity, writes=writes, batch_bytes=batch_bytes))
     return found

@@ -18,6 +18,7 @@ from kvcontract.core.pending import Pending
 from kvcontract.engine.build import Assembly, EngineLimits, assemble
 from kvcontract.engine.checkpoint import random_checkpoint
 from kvcontract.engine.request import Finish, Result
+from kvcontract.store.policy import ResolvePolicy
 from kvcontract.tiers.base import RecordKeys
 from kvcontract.tiers.dram import DramTier
 
@@ -167,6 +168,16 @@ def test_close_ends_what_is_resolving() -> None:
         parts.engine.close()
         assert parts.engine.take_results()[request].finish is Finish.CANCELLED
         tier.open()
+
+
+def test_a_prefix_that_leaves_nothing_to_compute_is_refused() -> None:
+    """A policy for the decode side's full hits has no place here: refused with a reason, pages given back."""
+    with assembled(tiny("qwen3")) as (parts, _):
+        tokens = prompt(32, 1)
+        run_one(parts, tokens)
+        result = run_one(parts, tokens, policy=ResolvePolicy(full_pages=True))
+        assert result.finish is Finish.REFUSED
+        assert "leave a token to compute" in result.reason
 
 
 def test_b8_waiting_holds_do_not_lock_each_other_out() -> None:

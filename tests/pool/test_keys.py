@@ -84,7 +84,7 @@ def test_d1_golden_vectors(page_tokens: int, salt: str | None) -> None:
 def test_d1_keys_do_not_depend_on_the_process() -> None:
     """Two processes with different PYTHONHASHSEED, one without the JIT, derive the same keys."""
     code = (
-        "from kvcontract.pool import *\n"
+        "from kvcontract import FleetSecret, Keyer, Scope\n"
         "k = Keyer(b'm', FleetSecret(b's' * 16), 4)\n"
         "print(k.chain(range(12), Scope(lora='a', salt='b')).tobytes().hex())"
     )

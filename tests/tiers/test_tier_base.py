@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -79,3 +82,12 @@ def test_every_code_has_a_meaning() -> None:
     assert int(Code.OK) == 0
     assert max(Code) < 256
     assert set(CODE_MEANING) == set(Code)
+
+
+def test_tiers_need_no_torch() -> None:
+    """Tiers speak in addresses: importing them loads neither torch nor numba."""
+    script = (
+        "import sys, kvcontract.tiers.dram, kvcontract.tiers.frame;"
+        "sys.exit(bool({'torch', 'numba'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
