@@ -64,6 +64,7 @@ class Bench:
         samples: configs to build small checkpoints from.
         runs: whether the plugin brings an executor or asks for the generic one.
         shrunk: what was changed to make the small model, by key.
+        kept: what checks of several clauses look at, by a name of theirs.
     """
 
     job: dict[str, Any]
@@ -75,6 +76,7 @@ class Bench:
     samples: tuple[dict[str, Any], ...] = ()
     runs: bool = False
     shrunk: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
     _children: dict[str, Child] = field(default_factory=dict)
     _checkpoint: Path | None = None
     _small: KvModel | None = None
@@ -133,6 +135,11 @@ class Bench:
                     "the plugin declares nothing for the small checkpoint: " + json.dumps(answer.body)
                 )
         return self._small
+
+    @property
+    def small_child(self) -> Child:
+        """The child whose declaration is `small`."""
+        return self.small_plugin if self.runs else self.plugin
 
     @property
     def declared(self) -> KvModel:

@@ -15,7 +15,7 @@ from kvc_conformance.channel import Channel, ChannelClosed, Message
 
 PROBES: Final[Mapping[str, str]] = {
     "declare": "kvc_conformance.probes.declare",
-    "bytes": "kvc_conformance.probes.memory",
+    "memory": "kvc_conformance.probes.memory",
     "store": "kvc_conformance.probes.store",
     "engine": "kvc_conformance.probes.engine",
     "reference": "kvc_conformance.probes.reference",

@@ -146,7 +146,7 @@ class Map:
 
 
 def device_map(fill: Fill, block: int, worker: int = 0, tp: int = 1) -> Map:
-    """One page-first block of a worker: arenas side by side in declared order, aligned; padding at the end."""
+    """One page-first block of a worker: arenas in declared order, aligned; padding at the end."""
     arenas = fill.model.arenas
     chunks: list[Map] = []
     length = 0
@@ -159,15 +159,32 @@ def device_map(fill: Fill, block: int, worker: int = 0, tp: int = 1) -> Map:
     return _join([*chunks, _padding(-length % int(np.lcm.reduce(steps)))])
 
 
+def side_by_side_map(fill: Fill, block: int) -> Map:
+    """Blocks of arenas that are bound one by one (layer-first), concatenated, each with its own padding."""
+    chunks: list[Map] = []
+    for arena in fill.model.arenas:
+        laid = _arena_map(
+            arena, {f.name: fill.serials((arena.name, f.name))[block] for f in arena.fields}, fill
+        )
+        multiple = int(np.lcm(arena.stride_multiple_bytes, arena.align_bytes))
+        chunks += [laid, _padding(-len(laid.serial) % multiple)]
+    return _join(chunks)
+
+
 def _held(fill: Fill, arena: Arena, field: Field, block: int, worker: int, tp: int) -> Serials:
-    numbers = fill.serials((arena.name, field.name))[block]
+    return cut(fill.serials((arena.name, field.name))[block], field, worker, tp)
+
+
+def cut(numbers: Serials, field: Field, worker: int, tp: int) -> Serials:
+    """The slice of [*axes] that one of `tp` equal owners of the cut axis has."""
     if field.shard_axis is None:
         return numbers
-    return np.split(numbers, tp, axis=_axes(field).index(field.shard_axis))[worker]
+    slices: list[Serials] = np.split(numbers, tp, axis=_axes(field).index(field.shard_axis))
+    return slices[worker]
 
 
 def wire_map(fill: Fill, block: int, shard: int, shards: int) -> Map:
-    """One record's payload: dense, in the order of the wire form; a cut field's slice, the rest in shard 0."""
+    """One record's payload: dense, in the wire form's order; a cut field's slice, the rest in shard 0."""
     model = fill.model
     arenas = model.arenas if model.repack is None else model.repack.arenas
     device = {(arena.name, field.name): field for arena in model.arenas for field in arena.fields}
@@ -179,10 +196,7 @@ def wire_map(fill: Fill, block: int, shard: int, shards: int) -> Map:
                 continue
             numbers = fill.serials((arena.name, field.name))[block]
             numbers = _turned(numbers, _axes(device[arena.name, field.name]), _axes(field))
-            if field.shard_axis is not None:
-                axis = _axes(field).index(field.shard_axis)
-                numbers = np.split(numbers, shards, axis=axis)[shard]
-            taken[field.name] = numbers
+            taken[field.name] = cut(numbers, field, shard, shards)
         if taken:
             kept = arena.model_copy(update={"fields": tuple(f for f in arena.fields if f.name in taken)})
             chunks.append(_arena_map(kept, taken, fill))

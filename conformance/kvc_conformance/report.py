@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from typing import Any, Final
 
 from kvc_conformance.outcomes import BROKEN, Outcome, Result, fold
-from kvc_conformance.runner import Report, results_by_clause
+from kvc_conformance.runner import Report, Request, results_by_clause
 from kvcontract.contract.clauses import clause
 
 IN_FULL: Final = 3
@@ -53,9 +54,11 @@ def lines(report: Report, *, everything: bool = False, tracebacks: bool = False)
     blocked = sum(outcome is Outcome.BLOCKED for outcome in worst.values())
     for number, result in enumerate(broken):
         if number < IN_FULL or everything:
-            text += ["", *failure(result, report.request.name, tracebacks=tracebacks)]
+            text += ["", *failure(result, report.request, tracebacks=tracebacks)]
         else:
-            text.append(f"{WORDS[result.outcome]:<10} {result.clause} {result.case}: {result.evidence.saw}")
+            text.append(
+                f"{WORDS[result.outcome]:<10} {result.clause} [{result.case}]: {_first(result.evidence.saw)}"
+            )
     if len(broken) > IN_FULL and not everything:
         text.append(f"({len(broken) - IN_FULL} more failure(s) in one line each; --all tells them in full)")
     if blocked:
@@ -72,7 +75,7 @@ def _note(outcome: Outcome, results: list[Result]) -> str:
     return ""
 
 
-def failure(result: Result, name: str, *, tracebacks: bool = False) -> list[str]:
+def failure(result: Result, request: Request, *, tracebacks: bool = False) -> list[str]:
     """One failure, in about ten lines."""
     rule = clause(result.clause)
     case = f"  [{result.case}]" if result.case else ""
@@ -87,10 +90,34 @@ def failure(result: Result, name: str, *, tracebacks: bool = False) -> list[str]
     text.append(f"      why:   {rule.why}")
     text.append(f"      try:   {rule.fix}")
     text.append(f"      fault: {result.fault}")
-    text.append(f"      again: kvc conformance {name} --clause {result.clause}")
+    text.append(f"      again: {again(request, result.clause)}")
     text.append(f"      more:  kvc explain {result.clause}")
     return text
 
 
 def _labelled(label: str, text: list[str]) -> list[str]:
     return [f"      {label if number == 0 else '':<6} {line}" for number, line in enumerate(text)]
+
+
+def again(request: Request, clause_id: str) -> str:
+    """The command that runs one clause again, as this run did."""
+    words = ["kvc", "conformance", request.name]
+    for name in ("config", "checkpoint"):
+        if getattr(request, name) is not None:
+            words += [f"--{name}", str(getattr(request, name))]
+    if request.file is not None:
+        words += ["--plugin", str(request.file)]
+    for name, value in request.options.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    for name, value in request.plugin_options.items():
+        words += ["-O", f"{name}={value}"]
+    if request.seed:
+        words += ["--seed", str(request.seed)]
+    if request.device != "cpu":
+        words += ["--device", request.device]
+    return shlex.join([*words, "--clause", clause_id])
+
+
+def _first(text: str) -> str:
+    return text.splitlines()[0] if text else "(nothing said)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from kvcontract.contract.errors import InternalFault, UsageFault
 from kvcontract.core.launch import read_config
 
 NOT_LOADED: Final = 4
+TRACE_LINES: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,15 +206,15 @@ class _Runner:
             self.plan.append((check.clause, ""))
             self._add(Result(check.clause, "", outcome, because=blocked_by))
             return
-        try:
-            cases = check.cases(self._bench)
-        except CouldNotRun as reason:
+        planned: list[tuple[str, ...]] = []
+        failed = self._guarded(check.clause, "", lambda: planned.append(check.cases(self._bench)))
+        if failed.outcome is not Outcome.PASS:
             self.plan.append((check.clause, ""))
-            self._add(Result(check.clause, "", Outcome.COULD_NOT_RUN, Evidence(str(reason))))
+            self._add(failed)
             return
-        self.plan += [(check.clause, case) for case in cases]
-        for case in cases:
-            self._add(self._one(check, case))
+        self.plan += [(check.clause, case) for case in planned[0]]
+        for case in planned[0]:
+            self._add(self._guarded(check.clause, case, functools.partial(check.run, self._bench, case)))
 
     def _blockers(self, clause_id: str) -> tuple[str, ...]:
         worst = fold(self._results)
@@ -222,28 +224,25 @@ class _Runner:
             if worst.get(item, Outcome.PASS) not in HOLDS | {Outcome.DESELECTED, Outcome.COULD_NOT_RUN}
         )
 
-    def _one(self, check: Check, case: str) -> Result:
+    def _guarded(self, clause_id: str, case: str, body: Callable[[], str | None]) -> Result:
+        """Run a body; whatever it raises is an outcome."""
         began = time.monotonic()
-
-        def result(outcome: Outcome, evidence: Evidence) -> Result:
-            return Result(check.clause, case, outcome, evidence, (), time.monotonic() - began)
-
         try:
-            figures = check.run(self._bench, case)
+            outcome, evidence = Outcome.PASS, Evidence(body() or "")
         except Failed as failed:
-            return result(Outcome.FAIL, failed.evidence)
+            outcome, evidence = Outcome.FAIL, failed.evidence
         except CouldNotRun as reason:
-            return result(Outcome.COULD_NOT_RUN, Evidence(str(reason)))
+            outcome, evidence = Outcome.COULD_NOT_RUN, Evidence(str(reason))
         except NotApplicable as reason:
-            return result(Outcome.NOT_APPLICABLE, Evidence(str(reason)))
+            outcome, evidence = Outcome.NOT_APPLICABLE, Evidence(str(reason))
         except ProbeFailed as error:
             fault: Fault = "plugin" if error.from_plugin else "runtime"
-            outcome = Outcome.FAIL if error.clause == check.clause else Outcome.ERROR
-            trace = tuple(error.trace.strip().splitlines()[-12:])
-            return result(outcome, Evidence(f"{error.kind}: {error.text}", error.where, trace, fault))
+            outcome = Outcome.FAIL if error.clause == clause_id else Outcome.ERROR
+            trace = tuple(error.trace.strip().splitlines()[-TRACE_LINES:])
+            evidence = Evidence(f"{error.kind}: {error.text}", error.where, trace, fault)
         except ChildDied as error:
-            return result(Outcome.ERROR, Evidence(str(error), fault="plugin"))
-        return result(Outcome.PASS, Evidence(figures or ""))
+            outcome, evidence = Outcome.ERROR, Evidence(str(error), fault="plugin")
+        return Result(clause_id, case, outcome, evidence, (), time.monotonic() - began)
 
     def _add(self, result: Result) -> None:
         self._results.append(result)

@@ -349,8 +349,13 @@ def _repack(model: KvModel, _tp: int) -> Iterator[Found]:
         yield Found("repack.arenas", ".".join(name), "the same fields on both sides", message, repack)
     for name in device.keys() & wire.keys():
         ours, theirs = device[name], wire[name]
-        same = dict(ours.axes) == dict(theirs.axes) and ours.dtype == theirs.dtype
+        same = _sizes(ours) == _sizes(theirs) and ours.dtype == theirs.dtype
         if not same or ours.shard_axis != theirs.shard_axis:
-            allowed = f"{ours.dtype} {dict(ours.axes)} cut along {ours.shard_axis}, in any order"
-            value = f"{theirs.dtype} {dict(theirs.axes)} cut along {theirs.shard_axis}"
+            allowed = f"{ours.dtype} {_sizes(ours)} cut along {ours.shard_axis}, in any order"
+            value = f"{theirs.dtype} {_sizes(theirs)} cut along {theirs.shard_axis}"
             yield Found(f"repack.arenas {'.'.join(name)}", value, allowed, "numbers would change", theirs)
+
+
+def _sizes(field: Field) -> dict[str, int]:
+    """A field's axes without the token axis, which either side may place as it likes."""
+    return {axis: size for axis, size in field.axes.items() if axis != TOKEN_AXIS}

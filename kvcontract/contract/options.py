@@ -71,7 +71,9 @@ class Config(Mapping[str, Any]):
         self._values = dict(values)
 
     def __getitem__(self, key: str) -> Any:
-        return self.facts(key)[0]
+        if key not in self._values:
+            raise MissingFacts((key,), tuple(self._values))
+        return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

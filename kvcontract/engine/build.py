@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -111,29 +111,21 @@ def assemble(
     """
     if tiers and not prefix_cache:
         raise UsageFault("tiers without a prefix cache would never be asked: leave one of them out")
-    executor = (
-        generic_executor(model, runner, checkpoint=checkpoint, hf_model=hf_model, device=device, dtype=dtype)
-        if isinstance(runner, HfLayers)
-        else runner
-    )
+    executor = runner
+    if isinstance(executor, HfLayers):
+        executor = generic_executor(
+            model, executor, checkpoint=checkpoint, hf_model=hf_model, device=device, dtype=dtype
+        )
     bindings = {space.key: Binding.allocate(space, pages, device) for space in layout(model).spaces}
     executor.bind(executor_views(bindings))
     pool = BlockPool(pages, model.page_tokens, retention=prefix_cache)
-    limits = limits or EngineLimits()
+    stops = () if checkpoint is None else stop_token_ids(checkpoint)
     with contextlib.ExitStack() as undo:
         store = None
         if prefix_cache:
             store = undo.enter_context(KvStore(model, [Rank(pool, bindings)], tiers, secret=secret))
-        engine = Engine(
-            model,
-            executor,
-            pool,
-            store=store,
-            max_batch_tokens=limits.max_batch_tokens,
-            max_chunk_tokens=limits.max_chunk_tokens,
-            max_requests=limits.max_requests,
-            stop_token_ids=() if checkpoint is None else stop_token_ids(checkpoint),
-        )
+        sizes = asdict(limits or EngineLimits())
+        engine = Engine(model, executor, pool, store=store, stop_token_ids=stops, **sizes)
         undo.pop_all()
     return Assembly(engine, store, pool, bindings, executor)
 

@@ -8,12 +8,13 @@ a shorter hit with a counted reason (R4); nothing found is lost (A4), and nothin
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from kvcontract.store.policy import DEVICE, KvPrefix, ResolvePolicy
 from kvcontract.store.rank import Rank
 from kvcontract.store.stats import Tally
 from kvcontract.store.worker import Worker
-from kvcontract.tiers.base import Code, Codes, Lease, Tier
+from kvcontract.tiers.base import Code, Codes, Lease, Op, Tier
 
 FIRST_PAUSE_S: Final = 0.005
 LONGEST_PAUSE_S: Final = 0.1
@@ -43,8 +44,8 @@ class Breaker:
         """Whether later requests should not park."""
         return self._cold[rank, policy] >= COLD_MISSES_TO_OPEN
 
-    def first_shot(self, rank: str, policy: ResolvePolicy) -> None:
-        """A request hit in full without waiting."""
+    def hit(self, rank: str, policy: ResolvePolicy) -> None:
+        """A request hit in full; while open nobody parks, so only a first shot closes it."""
         del self._cold[rank, policy]
 
     def cold(self, rank: str, policy: ResolvePolicy) -> None:
@@ -86,14 +87,25 @@ class Search:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """A load in flight: its pages and its lease stay with it until it settles, waited for or not (A3)."""
+    """A load in flight: its pages and its lease stay with it until it settles, waited for or not (A3).
 
+    Attributes:
+        owned: gives lease and pages back, as far as they were not consumed.
+        pages: where it writes.
+        keys: uint64[n, 2], names of the pages.
+        parent: key of the page before them, or None.
+        op: settles when nothing touches the pages any more.
+        ended: settles when what arrived has been registered, and everything else is back.
+    """
+
+    rank: Rank
     tier: Tier
-    lease: ExitStack
+    owned: ExitStack
     pages: Reservation
     keys: Keys
     parent: NDArray[np.uint64] | None
-    op: Pending[Codes]
+    op: Op
+    ended: Pending[None] = field(default_factory=Pending)
 
 
 class Resolver:
@@ -110,8 +122,10 @@ class Resolver:
         self._tiers = tuple(tiers)
         self._tally = tally
         self._breaker = Breaker()
+        self._searching: set[asyncio.Timeout] = set()
+        self._waiters: dict[str, set[asyncio.Event]] = {}
+        self._lock = threading.Lock()
         self._loads: set[Load] = set()
-        self._freed: dict[str, asyncio.Event] = {}
 
     async def resolve(self, search: Search, prompt_tokens: int) -> KvPrefix:
         """The longest prefix; on any exception nothing stays taken."""
@@ -119,16 +133,36 @@ class Resolver:
         search.sources[DEVICE] = search.hold.hit_pages
         try:
             if len(search.missing):
-                await self._ask_tiers(search)
-            hold = search.hold.take()
-        except BaseException:
+                await self._while_open(search)
+            return self._prefix(search, prompt_tokens)
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            self._tally.count("resolves_cancelled" if cancelled else "resolves_failed")
             if search.hold.live:
                 search.hold.release()
             raise
-        return self._prefix(search, hold, prompt_tokens)
 
-    def _prefix(self, search: Search, hold: Hold, prompt_tokens: int) -> KvPrefix:
-        page = search.rank.pool.page_tokens
+    async def conclude(self) -> None:
+        """End every search now, with what it holds; returns when the last has ended."""
+        while self._searching:
+            for scope in self._searching:
+                if not scope.expired():
+                    scope.reschedule(asyncio.get_running_loop().time())
+            await asyncio.sleep(0)  # they end within a few rounds of the loop: nothing waits after a cancel
+
+    async def _while_open(self, search: Search) -> None:
+        scope = asyncio.timeout(None)
+        self._searching.add(scope)
+        try:
+            async with scope:
+                await self._ask_tiers(search)
+        except TimeoutError:
+            search.degrade("the store was closed")
+        finally:
+            self._searching.discard(scope)
+
+    def _prefix(self, search: Search, prompt_tokens: int) -> KvPrefix:
+        hold, page = search.hold, search.rank.pool.page_tokens
         hit = hold.hit_pages * page
         sources = {name: pages * page for name, pages in search.sources.items() if pages}
         for name, tokens in sources.items():
@@ -136,33 +170,32 @@ class Resolver:
         self._tally.hit("computed", prompt_tokens - hit)
         for reason in search.reasons:
             self._tally.degrade(reason)
-        valid = MappingProxyType(dict.fromkeys(self._part.groups, hit))
-        if not hold.hit_pages:
+        if not hit:
             hold.release()
         return KvPrefix(
             search.rank.name,
             hit,
-            valid,
-            hold if hold.hit_pages else None,
+            MappingProxyType(dict.fromkeys(self._part.groups, hit)),
+            hold if hit else None,
             MappingProxyType(sources),
             tuple(search.reasons),
         )
 
     async def _ask_tiers(self, search: Search) -> None:
-        parks = search.policy.full_hit and not self._breaker.open(search.rank.name, search.policy)
-        pause, first = FIRST_PAUSE_S, True
+        rank, policy = search.rank.name, search.policy
+        parks = policy.full_hit and not self._breaker.open(rank, policy)
+        pause = FIRST_PAUSE_S
         while True:
             await self._round(search)
             if not len(search.missing):
-                if first and search.policy.full_hit:
-                    self._breaker.first_shot(search.rank.name, search.policy)
+                if policy.full_hit:
+                    self._breaker.hit(rank, policy)
                 return
             if not parks:
                 return  # A7: plain mode concludes on a miss at once
-            first = False
             if not await self._landed(search, pause):
                 search.degrade("full hit did not land in time")
-                self._breaker.cold(search.rank.name, search.policy)
+                self._breaker.cold(rank, policy)
                 return
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -172,8 +205,7 @@ class Resolver:
         while found and len(search.missing):
             before = search.hold.hit_pages
             for tier in self._tiers:
-                if len(search.missing) and not self._late(search):
-                    await self._extend(search, tier)
+                await self._extend(search, tier)
             found = search.hold.hit_pages > before
 
     async def _landed(self, search: Search, pause: float) -> bool:
@@ -189,12 +221,11 @@ class Resolver:
         """Pages that arrived on the device meanwhile are not loaded (A17)."""
         if search.rank.pool.probe(search.keys) > search.hold.hit_pages:
             grown = search.rank.pool.match(search.keys)
-            search.sources[DEVICE] += max(0, grown.hit_pages - search.hold.hit_pages)
-            if grown.hit_pages >= search.hold.hit_pages:
-                search.hold.release()
-                search.hold = grown
-            else:
-                grown.release()
+            gained = grown.hit_pages - search.hold.hit_pages
+            if gained > 0:
+                search.hold, grown = grown, search.hold
+                search.sources[DEVICE] += gained
+            grown.release()
 
     def _late(self, search: Search) -> bool:
         if asyncio.get_running_loop().time() < search.deadline:
@@ -204,18 +235,25 @@ class Resolver:
 
     async def _extend(self, search: Search, tier: Tier) -> None:
         """Continue the hit from one tier, if it has the next pages."""
-        while (lease := await self._lookup(search, tier)) is not None:
+        while len(search.missing) and not self._late(search):
+            asked = search.hold.hit_pages
+            lease = await self._lookup(search, tier)
+            if lease is None:
+                return
             with ExitStack() as owned:  # A6: every branch that does not load releases the lease
                 owned.enter_context(lease)
-                count = self._run_length(search, tier, lease)
+                self._regrow(search)
+                skip = search.hold.hit_pages - asked
+                count = self._run_length(search, tier, lease, skip)
                 if not count:
                     return
-                reservation = search.rank.pool.reserve(count)
-                if reservation is not None:
-                    op = self._begin(search, tier, lease, reservation, count)
-                    base = search.hold
-                    parent = base.keys[-1].copy() if base.hit_pages else None
-                    load = Load(tier, owned.pop_all(), reservation, search.missing[:count], parent, op)
+                pages = search.rank.pool.reserve(count)
+                if pages is not None:
+                    owned.enter_context(pages)
+                    op = self._begin(search, tier, lease, pages, skip)
+                    parent = search.hold.keys[-1].copy() if search.hold.hit_pages else None
+                    keys = search.missing[:count]
+                    load = Load(search.rank, tier, owned.pop_all(), pages, keys, parent, op)
                     await self._finish(search, load)
                     return
             # A5: the lease is back before the pause; admission could not run the request either.
@@ -223,12 +261,15 @@ class Resolver:
                 search.degrade("no room on the device")
                 return
             self._regrow(search)
-            if not len(search.missing):
-                return
 
     async def _lookup(self, search: Search, tier: Tier) -> Lease | None:
         keys = search.worker.record_keys(self._part, search.missing)
-        query = tier.lookup(keys, search.deadline)
+        try:
+            query = tier.lookup(keys, search.deadline)
+        except Exception:  # noqa: BLE001 - against the rules of tiers; the next one is still asked (A10)
+            self._tally.count(f"lookups_failed_{tier.name}")
+            search.degrade(f"{tier.name}: lookup failed")
+            return None
         try:
             lease = await wait_until(query, search.deadline)
         except BaseException as error:
@@ -237,69 +278,79 @@ class Resolver:
                 raise
             search.degrade(f"{tier.name}: lookup timed out")
             return None
-        if len(lease.present) != len(keys):  # A15
+        if lease.present.shape != keys.shape:  # A15
             lease.release()
             self._tally.count("tier_answers_refused")
             search.degrade(f"{tier.name}: answered for {len(lease.present)} records of {len(keys)}")
             return None
         return lease
 
-    def _run_length(self, search: Search, tier: Tier, lease: Lease) -> int:
-        """Leading pages of which every record is there: AND over shards (R2)."""
-        present: NDArray[np.bool_] = np.all(lease.present.reshape(len(search.missing), -1), axis=1)
-        absent = np.flatnonzero(~present)
-        count = int(absent[0]) if len(absent) else len(present)
-        if not count:
+    def _run_length(self, search: Search, tier: Tier, lease: Lease, skip: int) -> int:
+        """Leading missing pages of which every record is there: AND over shards (R2)."""
+        pages = lease.present.reshape(-1, search.worker.shards(self._part))
+        present: NDArray[np.bool_] = pages.all(axis=1)[skip:]
+        count = len(present) if present.all() else int(present.argmin())
+        if len(present) and not count:
             self._tally.count(f"misses_{tier.name}")
         return count
 
     async def _space(self, search: Search, count: int) -> bool:
-        """Wait until pages come back; False at the deadline."""
-        event = self._freed.get(search.rank.name)
-        if event is None:
-            event = self._freed[search.rank.name] = asyncio.Event()
-        event.clear()
-        gauges = search.rank.pool.gauges()
-        if gauges.available - gauges.entitled >= count:
-            return True  # they came back between the refusal and now
+        """Wait until pages come back; False at the deadline, or at once for what can never fit (R6)."""
+        pool = search.rank.pool
+        if search.hold.hit_pages + count > pool.total:
+            return False
+        event = asyncio.Event()
+        waiters = self._waiters.setdefault(search.rank.name, set())
+        waiters.add(event)
         try:
             async with asyncio.timeout_at(search.deadline):
-                await event.wait()
+                while True:
+                    event.clear()  # before looking: what comes back after it wakes us again
+                    gauges = pool.gauges()
+                    if gauges.available - gauges.entitled >= count:
+                        return True
+                    await event.wait()
         except TimeoutError:
             return False
-        return True
+        finally:
+            waiters.discard(event)
+
+    def awaited(self, rank: str) -> bool:
+        """Whether somebody waits for room on a rank; from any thread."""
+        return bool(self._waiters.get(rank))
 
     def pages_came_back(self, rank: str) -> None:
         """Wake those who wait for room; called on the loop."""
-        event = self._freed.get(rank)
-        if event is not None:
+        for event in self._waiters.get(rank, ()):
             event.set()
 
-    def _begin(
-        self, search: Search, tier: Tier, lease: Lease, reservation: Reservation, count: int
-    ) -> Pending[Codes]:
+    def _begin(self, search: Search, tier: Tier, lease: Lease, pages: Reservation, skip: int) -> Op:
+        count, shards = len(pages.pages), search.worker.shards(self._part)
+        rows = np.arange(skip * shards, (skip + count) * shards)
         keys = search.missing[:count]
-        rows = np.arange(count * search.worker.shards(self._part))
-        return search.worker.load(tier, lease, rows, self._part, keys, reservation.pages, search.deadline)
+        return search.worker.load(tier, lease, rows, self._part, keys, pages.pages, search.deadline)
 
     async def _finish(self, search: Search, load: Load) -> None:
-        self._loads.add(load)
-        self._tally.gauge("loads", 1)
+        with self._lock:
+            self._loads.add(load)
         try:
             codes = await wait_until(load.op, search.deadline)
         except BaseException as error:
             # A3: only the wait is abandoned; pages and lease stay with the operation until it settles.
-            self._abandon(search, load)
+            self._tally.count("loads_abandoned")
+            load.op.on_done(lambda codes: self._landed_late(load, codes))
             if not isinstance(error, TimeoutError):
                 raise
             search.degrade(f"{load.tier.name}: load timed out")
             return
-        self._settle(load)
-        good = self._leading(codes, load)
-        before = search.hold.hit_pages
-        search.hold = search.rank.pool.commit(load.pages, load.keys, good, base=search.hold)
-        search.rank.restored(self._part, search.hold.pages[before:])
-        search.sources[load.tier.name] += search.hold.hit_pages - before
+        try:
+            good = self._leading(codes, load)
+            before = search.hold.hit_pages
+            search.hold = search.rank.pool.commit(load.pages, load.keys, good, base=search.hold)
+            search.rank.restored(self._part, search.hold.pages[before:])
+            search.sources[load.tier.name] += search.hold.hit_pages - before
+        finally:
+            self._end(load)
         if good < len(load.keys):
             search.degrade(f"{load.tier.name}: {Code(int(codes[good])).name.lower()}")
 
@@ -312,28 +363,28 @@ class Resolver:
         self._tally.count(f"pages_loaded_{load.tier.name}", good)
         return good
 
-    def _settle(self, load: Load) -> None:
-        self._loads.discard(load)
-        self._tally.gauge("loads", -1)
-        load.lease.close()
+    def _landed_late(self, load: Load, codes: Codes) -> None:
+        """A4: what lands after everybody left is still registered; runs in the thread that settles."""
+        try:
+            good = self._leading(codes, load)
+            found = load.rank.pool.commit_late(load.pages, load.keys, good, parent=load.parent)
+            self._tally.count("pages_landed_late", found)
+        finally:
+            self._end(load)
 
-    def _abandon(self, search: Search, load: Load) -> None:
-        self._tally.count("loads_abandoned")
-        loop, rank = asyncio.get_running_loop(), search.rank
-
-        def late(codes: Codes) -> None:
-            loop.call_soon_threadsafe(self._late_load, rank, load, codes)
-
-        load.op.on_done(late)
-
-    def _late_load(self, rank: Rank, load: Load, codes: Codes) -> None:
-        """A4: what lands after everybody left is still registered."""
-        self._settle(load)
-        good = self._leading(codes, load)
-        found = rank.pool.commit_late(load.pages, load.keys, good, parent=load.parent)
-        self._tally.count("pages_landed_late", found)
+    def _end(self, load: Load) -> None:
+        load.owned.close()
+        with self._lock:
+            self._loads.discard(load)
+        load.ended.settle(None)
 
     @property
-    def loads(self) -> tuple[Pending[Any], ...]:
-        """Operations in flight."""
-        return tuple(load.op for load in self._loads)
+    def searching(self) -> int:
+        """Resolves that wait for a tier, a producer or room."""
+        return len(self._searching)
+
+    @property
+    def loads(self) -> tuple[Pending[None], ...]:
+        """Loads in flight."""
+        with self._lock:
+            return tuple(load.ended for load in self._loads)

@@ -183,13 +183,10 @@ class Worker:
         """
         shards, count = self._shards[part.name], len(page_keys)
         ids = np.asarray(blocks, np.int64)
-        if len(ids) != count or len(rows) != count * len(shards) or len(np.unique(ids)) != count:
-            return self._refused(
-                "load",
-                count,
-                f"{len(ids)} blocks, {len(np.unique(ids))} of them distinct, and {len(rows)} rows for {count}"
-                f" pages of {len(shards)} records; expected as many distinct blocks, a row for each record",
-            )
+        distinct = len(np.unique(ids))
+        if not len(ids) == distinct == count or len(rows) != count * len(shards):
+            found = f"{len(ids)} blocks, {distinct} distinct, and {len(rows)} rows for {count} pages"
+            return self._refused("load", count, f"{found} of {len(shards)} records each")
         table = np.asarray(rows, np.int64).reshape(count, len(shards))
 
         def issue(landing: Landing, pages: slice, column: int) -> Op:
@@ -202,7 +199,9 @@ class Worker:
                 tier.discard(lease, damaged)
             good = np.flatnonzero(codes == Code.OK)
             if landing.staged is not None and len(good):
-                landing.shard.program.scatter(landing.blocks[good], landing.staged[torch.from_numpy(good)])
+                whole = len(good) == len(codes)
+                staged = landing.staged if whole else landing.staged[torch.from_numpy(good)]
+                landing.shard.program.scatter(landing.blocks[good], staged)
             return codes
 
         return self._start(Job("load", shards, ids, deadline, issue, check))

@@ -1,10 +1,10 @@
-"""The checks, by family, in the order of the clauses."""
+"""The checks, by family; the runner puts them in the order of the clauses."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from kvc_conformance.bench import Check
-from kvc_conformance.checks import static
+from kvc_conformance.checks import layout, static
 
-CHECKS: Final[tuple[Check, ...]] = (*static.CHECKS,)
+CHECKS: Final[tuple[Check, ...]] = (*static.CHECKS, *layout.CHECKS)

@@ -14,14 +14,15 @@ from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
 from kvc_conformance.probes.declare import open_launch
 from kvcontract.contract.errors import KvContractError
-from kvcontract.contract.layout import Layout, Space, layout, parts, with_page_tokens
+from kvcontract.contract.layout import Layout, Space, layout, parts, wire_record, with_page_tokens
 from kvcontract.contract.model import KvModel
 from kvcontract.core.lane import InlineLane
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.repack import resolve
 from kvcontract.store.worker import Worker
-from kvcontract.tiers.base import Buffers, SaveClass, key_bytes
+from kvcontract.tiers.base import Buffers, Lease, SaveClass, key_bytes
 from kvcontract.tiers.dram import DramTier
+from kvcontract.tiers.frame import header_bytes
 
 CALM_S = 60.0
 
@@ -72,7 +73,7 @@ def roundtrip(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
     keys = worker.record_keys(part, page_keys)
     lease = tier.lookup(keys, deadline).wait(CALM_S)
     with lease:
-        wire = _wire(tier, lease, len(sources), worker.shards(part), part.shards(arguments["max_tp"]), memory)
+        wire = _wire(model, tier, lease, len(sources), worker.shards(part))
         memory.poison(arguments["poison"])
         rows = np.arange(len(keys))
         loaded = worker.load(tier, lease, rows, part, page_keys, targets, deadline).wait(CALM_S)
@@ -88,3 +89,154 @@ def roundtrip(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
     worker.close(deadline)
     tier.close(deadline)
     return Message(body, {"after_save": after_save, "restored": memory.image(), **wire})
+
+
+def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Call a conversion by itself: twice to the wire and back, into memory with two kinds of poison.
+
+    Arguments: ``page_tokens``.  Arrays: ``arena|field`` uint8[1, *axes, width].
+    Returns, as bytes of all fields, ``source``, ``source_after`` and ``wire_N``, ``back_N`` for N = 0, 1.
+    """
+    model = declared(session, arguments["page_tokens"])
+    repack = model.repack
+    if repack is None or isinstance(repack.conversion, str):
+        return Message({"callables": False})
+    to_wire, from_wire = resolve(repack.conversion.to_wire), resolve(repack.conversion.from_wire)
+    device = _views(layout(model), arrays)
+    wired = model.model_copy(update={"arenas": repack.arenas, "repack": None})
+    source = _bytes(device)
+    found = {"source": source}
+    for number, poison in enumerate((0x00, 0xFF)):
+        wire = _views(layout(wired), None, poison)
+        to_wire(device, wire)
+        back = _views(layout(model), None, poison)
+        from_wire({name: view.clone() for name, view in wire.items()}, back)
+        found[f"wire_{number}"], found[f"back_{number}"] = _bytes(wire), _bytes(back)
+    found["source_after"] = _bytes(device)
+    return Message({"callables": True}, found)
+
+
+def refusals(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Try to bind memory that does not fit; what each attempt was answered with.
+
+    Arguments: ``blocks``.  Returns ``answers``: attempt -> message, or null if it was accepted.
+    """
+    del arrays
+    space = _only_space(layout(declared(session, None)))
+    blocks = int(arguments["blocks"])
+    last = space.arenas[-1]
+    whole = {arena.name: _raw(blocks, arena.stride_bytes, arena.align_bytes) for arena in space.arenas}
+    attempts = {
+        "fits": whole,
+        "a page short": {**whole, last.name: _raw(blocks - 1, last.stride_bytes, last.align_bytes)},
+        "a block too narrow": {**whole, last.name: _raw(blocks, last.content_bytes - 1, last.align_bytes)},
+    }
+    first = space.arenas[0]
+    if first is not last and first.stride_bytes == last.stride_bytes:
+        attempts["two arenas in one memory"] = {**whole, last.name: whole[first.name]}
+    answers = {what: _refusal(space, given, blocks) for what, given in attempts.items()}
+    return Message({"answers": answers, "arena": last.name})
+
+
+def _refusal(space: Space, given: Mapping[str, torch.Tensor], blocks: int) -> str | None:
+    try:
+        Binding.of(space, given, blocks)
+    except KvContractError as error:
+        return str(error)
+    return None
+
+
+class _Memory:
+    """Blocks of one space, page-first or one tensor an arena with a guard block at either end."""
+
+    def __init__(self, space: Space, blocks: int, device: str, *, layer_first: bool) -> None:
+        self._guarded: dict[str, torch.Tensor] = {}
+        self._space = space
+        if layer_first:
+            self._guarded = {
+                arena.name: _raw(blocks + 2, arena.stride_bytes, arena.align_bytes, device)
+                for arena in space.arenas
+            }
+            self.binding = Binding.of(space, {name: raw[1:-1] for name, raw in self._guarded.items()})
+        else:
+            self.binding = Binding.allocate(space, blocks, device)
+
+    def poison(self, value: int) -> None:
+        """Set every byte, padding and guards too."""
+        for raw in self._guarded.values():
+            raw.fill_(value)
+        if not self._guarded:
+            _page_first(self.binding).fill_(value)
+
+    def image(self) -> NDArray[np.uint8]:
+        """uint8[blocks, ...]: page-first blocks, or the arenas' side by side, guards first and last."""
+        if not self._guarded:
+            return _image(self.binding)
+        return np.concatenate([raw.cpu().numpy() for raw in self._guarded.values()], axis=1)
+
+
+def _raw(blocks: int, width_bytes: int, align_bytes: int, device: str = "cpu") -> torch.Tensor:
+    """uint8[blocks, width], the first byte aligned."""
+    storage = torch.zeros(blocks * width_bytes + align_bytes - 1, dtype=torch.uint8, device=device)
+    start = -storage.data_ptr() % align_bytes
+    return storage[start : start + blocks * width_bytes].view(blocks, width_bytes)
+
+
+def _page_first(binding: Binding) -> torch.Tensor:
+    first = next(iter(binding.arenas.values()))
+    start = first.offset_bytes - first.layout.offset_bytes
+    size = binding.blocks * binding.space.stride_bytes
+    return first.storage[start : start + size].view(binding.blocks, binding.space.stride_bytes)
+
+
+def _image(binding: Binding) -> NDArray[np.uint8]:
+    image: NDArray[np.uint8] = _page_first(binding).cpu().numpy().copy()
+    return image
+
+
+def _fill(binding: Binding, arrays: Mapping[str, NDArray[Any]], blocks: Any) -> None:
+    for (arena, field), view in binding.views.items():
+        given = torch.from_numpy(np.array(arrays[f"{arena}|{field}"])).to(view.device)
+        for row, block in enumerate(blocks):
+            view[block].copy_(_typed(given[row], view.dtype))
+
+
+def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """uint8[..., width] as elements of a dtype, bit for bit."""
+    return raw.contiguous().view(dtype)[..., 0]
+
+
+def _views(
+    laid: Layout, arrays: Mapping[str, NDArray[Any]] | None, poison: int = 0
+) -> dict[str, torch.Tensor]:
+    """One block's fields in memory of their own, as a conversion is handed them."""
+    binding = Binding.allocate(_only_space(laid), 1)
+    _page_first(binding).fill_(poison)
+    if arrays is not None:
+        _fill(binding, arrays, [0])
+    return {f"{arena}/{field}": view[0] for (arena, field), view in binding.views.items()}
+
+
+def _bytes(views: Mapping[str, torch.Tensor]) -> NDArray[np.uint8]:
+    flat = [view.contiguous().view(torch.uint8).reshape(-1).numpy() for view in views.values()]
+    return np.concatenate(flat)
+
+
+def _wire(
+    model: KvModel, tier: DramTier, lease: Lease, pages: int, shards: int
+) -> dict[str, NDArray[np.uint8]]:
+    """The payloads as they are stored, per shard: uint8[pages, payload]."""
+    found: dict[str, NDArray[np.uint8]] = {}
+    for shard in range(shards):
+        record = wire_record(model, parts(model)[0], shard, shards)
+        header = header_bytes(len(record.segments))
+        rows = np.arange(shard, pages * shards, shards)
+        buffers = [np.zeros(header + record.payload_bytes, np.uint8) for _ in rows]
+        tier.load(lease, rows, Buffers.of(buffers), time.monotonic() + CALM_S).wait(CALM_S)
+        found[f"wire_{shard}"] = np.stack([buffer[header:] for buffer in buffers])
+    return found
+
+
+def _only_space(laid: Layout) -> Space:
+    """Declarations that are served have one space (KVC-DECL-12)."""
+    return laid.spaces[0]

@@ -1,0 +1,244 @@
+"""Level 1: bytes. The parent makes the fill and compares; a child writes, saves and restores."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvc_conformance.bench import Bench, Check, Failed, NotApplicable
+from kvc_conformance.channel import Message
+from kvc_conformance.oracle import Fill, Map, compare, cut, device_map, digits, side_by_side_map, wire_map
+from kvcontract.contract.layout import tp_faults, with_page_tokens
+from kvcontract.contract.model import KvModel
+
+PAGE_SIZES: Final = (1, 3, 5)
+"""Odd sizes, beside the declared one: nothing may depend on a page of 16."""
+
+POISON: Final = 0xA5
+BLOCKS: Final = 7
+SOURCES: Final = (2, 5, 3)
+TARGETS: Final = (4, 1, 6)
+MAX_TP: Final = (1, 8)
+
+
+def _sizes(bench: Bench) -> tuple[int, ...]:
+    model = bench.small
+    rows = int(np.lcm.reduce([1, *(arena.tokens_per_row for arena in model.arenas)]))
+    return tuple(dict.fromkeys([*(size * rows for size in PAGE_SIZES), model.page_tokens]))
+
+
+def _page_cases(bench: Bench) -> tuple[str, ...]:
+    return tuple(f"page {size}" for size in _sizes(bench))
+
+
+def _model(bench: Bench, page_tokens: int) -> KvModel:
+    return with_page_tokens(bench.small, page_tokens)
+
+
+def _arrays(fill: Fill, number: int, worker: int = 0, tp: int = 1) -> dict[str, NDArray[np.uint8]]:
+    fields = {(arena.name, field.name): field for arena in fill.model.arenas for field in arena.fields}
+    out: dict[str, NDArray[np.uint8]] = {}
+    for name in fill.fields():
+        held = np.stack([cut(block, fields[name], worker, tp) for block in fill.serials(name)])
+        out["|".join(name)] = digits(held, fill.width(name), number)
+    return out
+
+
+def _author_line(model: KvModel, text: str) -> str | None:
+    """The line that declared the arena a difference is about."""
+    return next((arena.where for arena in model.arenas if arena.name in text), model.where)
+
+
+def _where_it_lies(bench: Bench, case: str) -> str:
+    """KVC-LAYOUT-06: what is written through the views lies where the oracle says, for every worker."""
+    size = int(case.split()[1])
+    model = _model(bench, size)
+    degrees = [tp for tp in (1, 2, 4) if not tp_faults(model, tp) and _splits(model, tp)]
+    fill = Fill(model, BLOCKS)
+    for tp in degrees:
+        for worker in range(tp):
+            arguments = {"page_tokens": size, "tp": tp, "worker": worker}
+            answers = [
+                bench.small_child.call("memory.write", arguments, _arrays(fill, number, worker, tp))
+                for number in range(fill.passes)
+            ]
+            maps = [device_map(fill, block, worker, tp) for block in range(BLOCKS)]
+            _expect(answers, "image", maps, fill, range(BLOCKS), f"written at tp {tp}, worker {worker}")
+    return f"{fill.count - 1:,} elements, {fill.passes} pass(es), tp {', '.join(map(str, degrees))}"
+
+
+def _splits(model: KvModel, tp: int) -> bool:
+    sizes = [f.axes[f.shard_axis] for arena in model.arenas for f in arena.fields if f.shard_axis]
+    return tp == 1 or (bool(sizes) and all(size % tp == 0 for size in sizes))
+
+
+def _expect(answers: list[Message], array: str, maps: list[Map], fill: Fill, rows: Any, what: str) -> None:
+    for row, where in zip(rows, maps, strict=True):
+        wrong = compare([answer.arrays[array][row] for answer in answers], where, fill)
+        if wrong is not None:
+            raise Failed(f"{what}: {wrong}", where=_author_line(fill.model, wrong))
+
+
+def _roundtrip(bench: Bench, size: int, *, max_tp: int, layer_first: bool) -> tuple[Fill, list[Message]]:
+    """Save and restore once for each pass of the fill, kept for every check that looks at it."""
+    key = f"roundtrip {size} {max_tp} {layer_first}"
+    if key not in bench.kept:
+        fill = Fill(_model(bench, size), len(SOURCES))
+        arguments = {
+            "page_tokens": size,
+            "sources": SOURCES,
+            "targets": TARGETS,
+            "blocks": BLOCKS,
+            "max_tp": max_tp,
+            "poison": POISON,
+            "layer_first": layer_first,
+        }
+        answers = [
+            bench.small_child.call("memory.roundtrip", arguments, _arrays(fill, number))
+            for number in range(fill.passes)
+        ]
+        bench.kept[key] = (fill, answers)
+    kept: tuple[Fill, list[Message]] = bench.kept[key]
+    return kept
+
+
+def _forms(bench: Bench) -> tuple[str, ...]:
+    shards = MAX_TP if not _callables(bench.small) else MAX_TP[:1]
+    return tuple(
+        f"page {size}, {order}, max_tp {max_tp}"
+        for size in _sizes(bench)
+        for order, max_tp in (("page-first", shards[0]), ("layer-first", shards[-1]))
+    )
+
+
+def _form(case: str) -> tuple[int, int, bool]:
+    size, order, max_tp = (part.strip() for part in case.split(","))
+    return int(size.split()[1]), int(max_tp.split()[1]), order == "layer-first"
+
+
+def _callables(model: KvModel) -> bool:
+    return model.repack is not None and not isinstance(model.repack.conversion, str)
+
+
+def _comes_back(bench: Bench, case: str) -> str:
+    """KVC-REPACK-03: the record is what the declaration says, and restoring gives every byte its place."""
+    size, max_tp, layer_first = _form(case)
+    fill, answers = _roundtrip(bench, size, max_tp=max_tp, layer_first=layer_first)
+    for answer in answers:
+        if any(answer.body["saved"]) or any(answer.body["loaded"]) or answer.body["faults"]:
+            said = "; ".join(answer.body["faults"]) or f"codes {answer.body['saved']} {answer.body['loaded']}"
+            raise Failed(f"pages could not be saved and restored: {said}")
+    shards = sum(name.startswith("wire_") for name in answers[0].arrays)
+    if not _callables(fill.model):  # the bytes between two callables are the author's own business
+        for shard in range(shards):
+            maps = [wire_map(fill, block, shard, shards) for block in range(len(SOURCES))]
+            _expect(answers, f"wire_{shard}", maps, fill, range(len(SOURCES)), f"stored, shard {shard}")
+    lies = side_by_side_map if layer_first else device_map
+    maps = [lies(fill, block) for block in range(len(SOURCES))]
+    rows = [target + int(layer_first) for target in TARGETS]
+    _expect(answers, "restored", maps, fill, rows, "saved, then restored")
+    return f"{shards} shard(s), {fill.passes} pass(es)"
+
+
+def _touches_nothing_else(bench: Bench, case: str) -> None:
+    """KVC-LAYOUT-07: other pages, guards and padding keep their poison; the saved pages are unchanged."""
+    size, max_tp, layer_first = _form(case)
+    fill, answers = _roundtrip(bench, size, max_tp=max_tp, layer_first=layer_first)
+    lies = (side_by_side_map if layer_first else device_map)(fill, 0)
+    for answer in answers:
+        if answer.body["source_changed"]:
+            raise Failed("saving changed the device memory it read")
+        for what, blocks in (("after_save", SOURCES), ("restored", TARGETS)):
+            image = answer.arrays[what].copy()
+            for block in blocks:
+                image[block + int(layer_first)][lies.content] = POISON
+            stray = np.argwhere(image != POISON)
+            if len(stray):
+                block, byte = (int(number) for number in stray[0])
+                raise Failed(
+                    f"{what}: byte {byte} of block {block - int(layer_first)} was overwritten; only pages"
+                    f" {list(blocks)} are concerned ({len(stray):,} stray bytes)"
+                )
+
+
+def _refuses(bench: Bench, _case: str) -> str:
+    """KVC-LAYOUT-05: memory that does not fit is refused when bound, with arithmetic."""
+    answer = bench.small_child.call("memory.refusals", {"blocks": BLOCKS}).body
+    answers: dict[str, str | None] = dict(answer["answers"])
+    if answers.pop("fits") is not None:
+        raise Failed("memory that fits every block was refused", fault="runtime")
+    for attempt, said in answers.items():
+        if said is None:
+            raise Failed(f"binding {attempt} was accepted", fault="runtime")
+        if "KVC-LAYOUT-05" not in said or answer["arena"] not in said:
+            raise Failed(f"binding {attempt} was refused without clause or arena: {said}", fault="runtime")
+    return f"refused: {', '.join(answers)}"
+
+
+def _own_memory(bench: Bench, _case: str) -> str:
+    """KVC-LAYOUT-05, the plugin's side: memory that an executor brings holds every block."""
+    if not bench.runs:
+        raise NotApplicable("the plugin brings no executor")
+    answer = bench.small_plugin.call("engine.own_arenas", {"blocks": BLOCKS}, timeout_s=180).body
+    if not answer["owns"]:
+        raise NotApplicable("the executor takes the memory it is given")
+    if answer["refused"] is not None:
+        raise Failed(str(answer["refused"]), where=answer["where"], fault="plugin")
+    return "the executor's own arenas fit"
+
+
+def _one(bench: Bench) -> tuple[str, ...]:
+    return (f"page {bench.small.page_tokens}",)
+
+
+def _conversion(bench: Bench, case: str) -> tuple[Fill, list[Message]]:
+    model = _model(bench, int(case.split()[1]))
+    if not _callables(model):
+        raise NotApplicable("the declaration has no callables")
+    key = f"conversion {case}"
+    if key not in bench.kept:
+        fill = Fill(model, 1)
+        arguments = {"page_tokens": model.page_tokens}
+        bench.kept[key] = (
+            fill,
+            [
+                bench.small_child.call("memory.conversion", arguments, _arrays(fill, number))
+                for number in range(fill.passes)
+            ],
+        )
+    kept: tuple[Fill, list[Message]] = bench.kept[key]
+    return kept
+
+
+def _importable(bench: Bench, case: str) -> None:
+    """KVC-REPACK-02."""
+    _conversion(bench, case)
+
+
+def _well_behaved(bench: Bench, case: str) -> None:
+    """KVC-REPACK-04: all of dst, never src, the same each time."""
+    _, answers = _conversion(bench, case)
+    for answer in answers:
+        got = answer.arrays
+        if not np.array_equal(got["source"], got["source_after"]):
+            raise Failed("to_wire changed its source, which is a live page")
+        for what, name in (("to_wire", "wire"), ("from_wire", "back")):
+            differs = np.flatnonzero(got[f"{name}_0"] != got[f"{name}_1"])
+            if len(differs):
+                raise Failed(
+                    f"{what} gave other bytes the second time, or left {len(differs):,} of"
+                    f" {len(got[f'{name}_0']):,} B of dst unwritten (first: byte {differs[0]})"
+                )
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    Check("KVC-LAYOUT-05", _refuses),
+    Check("KVC-LAYOUT-05", _own_memory),
+    Check("KVC-LAYOUT-06", _where_it_lies, _page_cases),
+    Check("KVC-LAYOUT-07", _touches_nothing_else, _forms),
+    Check("KVC-REPACK-02", _importable, _one),
+    Check("KVC-REPACK-03", _comes_back, _forms),
+    Check("KVC-REPACK-04", _well_behaved, _page_cases),
+)
