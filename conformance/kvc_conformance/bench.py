@@ -113,33 +113,39 @@ class Bench:
         return self._checkpoint
 
     def _build_checkpoint(self) -> Path:
+        folder = self.folder / "checkpoint"
+        arguments = {"config": self._small_config(), "folder": str(folder), "seed": self.seed}
+        self.reference.call("reference.build", arguments, timeout_s=REFERENCE_TIMEOUT_S)
+        return folder
+
+    def _small_config(self) -> dict[str, Any]:
         if not self.samples:
             raise CouldNotRun("needs a config (give --config or --checkpoint, or bring kvc_samples)")
         small = shrink(self.samples[0])
         self.shrunk = {key: list(change) for key, change in small.changes.items()}
-        folder = self.folder / "checkpoint"
-        arguments = {"config": small.config, "folder": str(folder), "seed": self.seed}
-        self.reference.call("reference.build", arguments, timeout_s=REFERENCE_TIMEOUT_S)
-        return folder
+        return dict(small.config)
 
     @property
     def small(self) -> KvModel:
-        """The declaration for the small checkpoint; where nothing can run, the one for the facts given."""
+        """The declaration for a small model of the kind; without a config, the one for the facts given."""
         if self._small is None:
-            if not self.runs:
+            if not self.samples:
                 return self.declared
-            answer = self.small_plugin.call("declare.declare")
-            self._small = parse(answer.body)[0]
-            if self._small is None:
-                raise Failed(
-                    "the plugin declares nothing for the small checkpoint: " + json.dumps(answer.body)
-                )
+            self._small, findings = parse(self.small_child.call("declare.declare").body)
+            if self._small is None or findings:
+                told = "; ".join(item.line() for item in findings) or "nothing"
+                raise Failed(f"for a small model of the same kind the plugin declares: {told}")
         return self._small
 
     @property
     def small_child(self) -> Child:
-        """The child whose declaration is `small`."""
-        return self.small_plugin if self.runs else self.plugin
+        """The child whose declaration is `small`; it needs no weights."""
+        if not self.samples:
+            return self.plugin
+        file = self.folder / "small.json"
+        if not file.exists():
+            file.write_text(json.dumps(self._small_config()))
+        return self._child("bytes", {**self.job, "config": str(file), "checkpoint": None})
 
     @property
     def declared(self) -> KvModel:

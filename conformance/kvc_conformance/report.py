@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections import Counter
 from typing import Any, Final
 
@@ -45,31 +46,42 @@ def as_json(report: Report) -> dict[str, Any]:
 def lines(report: Report, *, everything: bool = False, tracebacks: bool = False) -> list[str]:
     """The report in plain lines: the clauses, root causes first among failures, the verdict last."""
     worst = fold(report.results)
+    blocked = [clause_id for clause_id, outcome in worst.items() if outcome is Outcome.BLOCKED]
     text = []
     for clause_id, results in results_by_clause(report.results):
+        if clause_id in blocked:
+            continue
         cases = f" ({len(results)} cases)" if len(results) > 1 else ""
         note = _note(worst[clause_id], results)
         text.append(f"{WORDS[worst[clause_id]]:<10} {clause_id}  {clause(clause_id).rule}{cases}{note}")
-    broken = [result for result in report.results if result.outcome in BROKEN]
-    blocked = sum(outcome is Outcome.BLOCKED for outcome in worst.values())
-    for number, result in enumerate(broken):
-        if number < IN_FULL or everything:
-            text += ["", *failure(result, report.request, tracebacks=tracebacks)]
-        else:
+    broken = [found for _, found in results_by_clause(report.results) if worst[found[0].clause] in BROKEN]
+    for number, results in enumerate(broken):
+        failed = [result for result in results if result.outcome in BROKEN]
+        if number >= IN_FULL and not everything:
             text.append(
-                f"{WORDS[result.outcome]:<10} {result.clause} [{result.case}]: {_first(result.evidence.saw)}"
+                f"{WORDS[failed[0].outcome]:<10} {failed[0].clause}: {_first(failed[0].evidence.saw)}"
+            )
+            continue
+        for result in failed if everything else failed[:1]:
+            text += ["", *failure(result, report.request, tracebacks=tracebacks)]
+        if len(failed) > 1 and not everything:
+            text.append(
+                f"      also:  {len(failed) - 1} more case(s): {'; '.join(r.case for r in failed[1:4])}"
             )
     if len(broken) > IN_FULL and not everything:
         text.append(f"({len(broken) - IN_FULL} more failure(s) in one line each; --all tells them in full)")
     if blocked:
-        text.append(f"{blocked} clause(s) blocked by the failures above")
+        text += [
+            "",
+            *textwrap.wrap(
+                f"blocked by the failures above: {', '.join(blocked)}", 110, break_on_hyphens=False
+            ),
+        ]
     text += ["", report.verdict.sentence]
     return text
 
 
 def _note(outcome: Outcome, results: list[Result]) -> str:
-    if outcome is Outcome.BLOCKED:
-        return f" [by {', '.join(results[0].because)}]"
     if outcome in {Outcome.COULD_NOT_RUN, Outcome.NOT_APPLICABLE}:
         return f" [{results[0].evidence.saw}]"
     return ""

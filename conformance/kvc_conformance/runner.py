@@ -90,7 +90,7 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     with tempfile.TemporaryDirectory(prefix="kvc-") as folder:
         bench = Bench(_job(request), Path(folder), request.seed, request.checkpoint)
         try:
-            failure = _load(bench, request)
+            failure = _load(bench)
             runner = _Runner(bench, request, tell)
             results = runner.refused(failure) if failure else runner.all()
         finally:
@@ -139,7 +139,7 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path.resolve())
 
 
-def _load(bench: Bench, request: Request) -> ProbeFailed | None:
+def _load(bench: Bench) -> ProbeFailed | None:
     """Have the plugin declare; what keeps it from being loaded is returned."""
     try:
         answer = bench.plugin.call("declare.declare").body
@@ -150,8 +150,8 @@ def _load(bench: Bench, request: Request) -> ProbeFailed | None:
     bench.model, bench.findings = parse(answer)
     bench.runs = bool(answer["runs"])
     bench.samples = tuple(answer["samples"])
-    if request.config is not None:
-        bench.samples = (read_config(request.config), *bench.samples)
+    if answer["config"] is not None:
+        bench.samples = (dict(answer["config"]), *bench.samples)
     return None
 
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from kvcontract.contract.clauses import CLAUSES, clause
 from kvcontract.contract.dtypes import DTYPE_BITS
-from kvcontract.contract.layout import arena_layout, parts, tp_faults
+from kvcontract.contract.layout import layout, parts, tp_faults
 from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Group, KvModel
 
 
@@ -303,19 +303,25 @@ def _sharding(model: KvModel, tp: int) -> Iterator[Found]:
 
 @_checks("KVC-LAYOUT-03")
 def _alignment(model: KvModel, _tp: int) -> Iterator[Found]:
-    kinds = _kinds(model)
-    for path, arena in _all_arenas(model):
-        if any(item.shard_axis not in (None, *item.axes) for item in arena.fields):
-            continue  # KVC-LAYOUT-02 has said so
-        tokens = model.page_tokens if kinds.get(arena.group) == "paged" else None
-        laid = arena_layout(arena, tokens=tokens, sizes={})
-        for j, item in enumerate(laid.fields):
-            steps = (item.offset_bytes, laid.stride_bytes, *item.strides_bytes[:-1])
+    if any(item.shard_axis not in {None, *item.axes} for _, _, item in _all_fields(model)):
+        return  # KVC-LAYOUT-02 has said so
+    placed = {arena.name: (space, arena) for space in layout(model).spaces for arena in space.arenas}
+    for i, declared in enumerate(model.arenas):
+        space, arena = placed[declared.name]
+        for j, item in enumerate(arena.fields):
+            start = arena.offset_bytes + item.offset_bytes
+            steps = (
+                start,
+                item.offset_bytes,
+                arena.stride_bytes,
+                space.stride_bytes,
+                *item.strides_bytes[:-1],
+            )
             worst = math.gcd(*steps)
             if worst % item.element_bytes:
-                message = f"it lies at multiples of {worst} B only"
+                message = f"in a page-first block it lies at multiples of {worst} B only"
                 allowed = f"multiples of {item.element_bytes} B"
-                yield Found(f"{path}.fields[{j}]", item.name, allowed, message, arena.fields[j])
+                yield Found(f"arenas[{i}].fields[{j}]", item.name, allowed, message, declared.fields[j])
 
 
 @_checks("KVC-LAYOUT-04")

@@ -214,7 +214,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="Tensors of that dtype cannot be laid over a misaligned address.",
         fix="Reorder the fields from wide to narrow, or set align_bytes / stride_multiple_bytes.",
         rests_on=("E8",),
-        requires=(*_LOADED, "KVC-LAYOUT-01"),
+        requires=(*_LOADED, "KVC-DECL-06", "KVC-DECL-09", "KVC-LAYOUT-01"),
     ),
     Clause(
         id="KVC-LAYOUT-04",

@@ -78,6 +78,7 @@ class ArenaLayout:
     offset_bytes: int
     content_bytes: int
     stride_bytes: int
+    stride_multiple_bytes: int
     align_bytes: int
 
 
@@ -230,7 +231,16 @@ def arena_layout(
     fields, content = build(arena, shaped, rows)
     stride = round_up(content, math.lcm(arena.stride_multiple_bytes, arena.align_bytes))
     return ArenaLayout(
-        arena.name, arena.group, arena.layer, rows, fields, offset_bytes, content, stride, arena.align_bytes
+        name=arena.name,
+        group=arena.group,
+        layer=arena.layer,
+        rows=rows,
+        fields=fields,
+        offset_bytes=offset_bytes,
+        content_bytes=content,
+        stride_bytes=stride,
+        stride_multiple_bytes=arena.stride_multiple_bytes,
+        align_bytes=arena.align_bytes,
     )
 
 

@@ -241,6 +241,11 @@ def _misaligned(arena: ArenaLayout, begin: int, stride: int) -> list[str]:
             f"{where}: block 0 at {begin:#x}, blocks {stride:,} B apart;"
             f" expected multiples of align_bytes, {arena.align_bytes} B"
         )
+    if stride % arena.stride_multiple_bytes:
+        faults.append(
+            f"{where}: blocks {stride:,} B apart;"
+            f" expected a multiple of stride_multiple_bytes, {arena.stride_multiple_bytes} B"
+        )
     for field in arena.fields:
         steps = (begin + field.offset_bytes, stride, *field.strides_bytes)
         if any(step % field.element_bytes for step in steps):

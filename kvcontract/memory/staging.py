@@ -1,12 +1,48 @@
-"""A budget for staging memory: operations that need more than is left wait in line for it."""
+"""Staging: payloads on their way between pages and tiers, and the budget that bounds their memory."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from kvcontract.contract.errors import InternalFault
+from kvcontract.memory.copy import Blocks, Program
+
+
+class Staged:
+    """Payloads of some pages in one contiguous buffer of host memory.
+
+    Args:
+        program: between pages and payloads.
+        blocks: int[n], where the pages lie.
+
+    Attributes:
+        address: int64[n], where each payload begins.
+    """
+
+    def __init__(self, program: Program, blocks: Blocks) -> None:
+        self._program, self._blocks = program, np.asarray(blocks)
+        size = program.payload_bytes
+        self._memory = torch.empty(len(blocks), size, dtype=torch.uint8)
+        self.address: NDArray[np.int64] = self._memory.data_ptr() + size * np.arange(
+            len(blocks), dtype=np.int64
+        )
+
+    def gather(self) -> None:
+        """Pages to payloads."""
+        self._program.gather(self._blocks, self._memory)
+
+    def scatter(self, rows: NDArray[np.integer[Any]]) -> None:
+        """Payloads to pages, for some rows (int[k])."""
+        whole = len(rows) == len(self._blocks)
+        chosen = self._memory if whole else self._memory[torch.from_numpy(np.asarray(rows, np.int64))]
+        self._program.scatter(self._blocks[rows], chosen)
 
 
 class StagingBudget:

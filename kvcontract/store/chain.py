@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import InternalFault, UsageFault
@@ -22,7 +21,7 @@ from kvcontract.core.lane import Lane
 from kvcontract.core.pending import Pending
 from kvcontract.memory.checksum import SegmentSums
 from kvcontract.memory.copy import Program
-from kvcontract.memory.staging import StagingBudget
+from kvcontract.memory.staging import Staged, StagingBudget
 from kvcontract.tiers.base import Buffers, Clock, Code, Codes, Op, RecordKeys, Rows, record_keys
 from kvcontract.tiers.frame import FrameTemplate
 
@@ -62,20 +61,28 @@ class Landing:
         blocks: int[n].
         headers: uint8[n, header_bytes].
         address: int64[n, pieces], where the payloads lie.
-        staged: uint8[n, payload_bytes] if they lie there, None if in the pages.
+        staged: where the payloads lie, or None: in the pages themselves.
     """
 
     def __init__(self, shard: Shard, blocks: NDArray[np.int64]) -> None:
         self.shard, self.blocks = shard, blocks
-        count, size = len(blocks), shard.record.payload_bytes
-        self.headers = np.zeros((count, shard.template.header_bytes), np.uint8)
-        self.staged: torch.Tensor | None = None
+        self.headers = np.zeros((len(blocks), shard.template.header_bytes), np.uint8)
+        self.staged: Staged | None = None
         if shard.program.direct:
             self.address, _ = shard.program.buffers(blocks)
         else:
-            self.staged = torch.empty(count, size, dtype=torch.uint8)
-            starts = self.staged.data_ptr() + size * np.arange(count, dtype=np.int64)
-            self.address = starts[:, None]
+            self.staged = Staged(shard.program, blocks)
+            self.address = self.staged.address[:, None]
+
+    def gather(self) -> None:
+        """Bring the pages to where the payloads lie."""
+        if self.staged is not None:
+            self.staged.gather()
+
+    def scatter(self, rows: Rows) -> None:
+        """Bring the payloads of some records to their pages."""
+        if self.staged is not None and len(rows):
+            self.staged.scatter(rows)
 
     def sums(self, rows: Rows) -> NDArray[np.uint32]:
         """crc32c of each segment of some records, uint32[n, segments], as they lie in memory now."""

@@ -73,22 +73,26 @@ class StoreLoop:
         Raises:
             UsageFault: the store is closed, or waiting here would stop the loop that does the work.
         """
-        self._refuse_to_block(work)
+        try:
+            self.refuse_to_block()
+        except UsageFault:
+            work.close()
+            raise
         done: Pending[T] = Pending()
         return self._result(self._send(work, done), done, undo)
 
     def finish(self, work: Work[T]) -> T:
-        """Take no more work, then run the last.
-
-        Raises:
-            UsageFault: see `wait`.
-        """
-        self._refuse_to_block(work)
+        """Take no more work, then run the last and wait for it."""
         self.shut()
         done: Pending[T] = Pending()
         # Sent behind everything that came through the gate: the loop begins nothing after it.
         future = asyncio.run_coroutine_threadsafe(_deliver(work, done), self._loop)
         return self._result(future, done, lambda _: None)
+
+    def refuse_to_block(self) -> None:
+        """UsageFault where a thread must not wait: on the loop itself, or for one that the caller runs."""
+        if not self.own or threading.current_thread() is self._thread:
+            raise UsageFault("this would block the event loop that the store runs on: await it there instead")
 
     def shut(self) -> None:
         """Take no more work."""
@@ -106,11 +110,6 @@ class StoreLoop:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-
-    def _refuse_to_block(self, work: Work[T]) -> None:
-        if not self.own or threading.current_thread() is self._thread:
-            work.close()
-            raise UsageFault("this would block the event loop that the store runs on: await it there instead")
 
     def _send(self, work: Work[T], done: Pending[T]) -> asyncio.Future[None] | Any:
         with self._gate:

@@ -287,8 +287,8 @@ class Resolver:
 
     def _run_length(self, search: Search, tier: Tier, lease: Lease, skip: int) -> int:
         """Leading missing pages of which every record is there: AND over shards (R2)."""
-        pages = lease.present.reshape(-1, search.worker.shards(self._part))
-        present: NDArray[np.bool_] = pages.all(axis=1)[skip:]
+        shards = search.worker.shards(self._part)
+        present: NDArray[np.bool_] = np.all(lease.present.reshape(-1, shards)[skip:], axis=1)
         count = len(present) if present.all() else int(present.argmin())
         if len(present) and not count:
             self._tally.count(f"misses_{tier.name}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import Part
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.pool.request import RequestKv
@@ -74,7 +75,12 @@ class Sealer:
         """Save the request's complete pages that are not known to be stored.
 
         Never blocks and never raises for what befalls a save; the report settles once every copy has landed.
+
+        Raises:
+            UsageFault: the request is released.
         """
+        if req.released:
+            raise UsageFault("the request is released: its pages may be another's by now; seal before that")
         pages, keys = req.pages[: req.registered], req.keys
         todo = rank.unsaved(self._part, pages) if len(pages) and self._tiers else np.zeros(0, np.bool_)
         report: Pending[SealReport] = Pending()

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
-import torch
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import Layout, Part, fingerprint, parts, wire_record
@@ -145,8 +144,7 @@ class Worker:
 
         def issue(landing: Landing, pages: slice, _column: int) -> Op:
             shard = landing.shard
-            if landing.staged is not None:
-                shard.program.gather(landing.blocks, landing.staged)
+            landing.gather()
             keys = shard.keys(page_keys[pages])
             landing.headers = shard.template.encode(keys, landing.sums(np.arange(len(keys))))
             return tier.save(keys, landing.buffers(), cls, deadline, handoff=handoff)
@@ -198,10 +196,7 @@ class Worker:
             if len(damaged):
                 tier.discard(lease, damaged)
             good = np.flatnonzero(codes == Code.OK)
-            if landing.staged is not None and len(good):
-                whole = len(good) == len(codes)
-                staged = landing.staged if whole else landing.staged[torch.from_numpy(good)]
-                landing.shard.program.scatter(landing.blocks[good], staged)
+            landing.scatter(good)
             return codes
 
         return self._start(Job("load", shards, ids, deadline, issue, check))

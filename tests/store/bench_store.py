@@ -1,0 +1,251 @@
+"""A small store on virtual time, a tier whose answers a test holds back, and content that names itself."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from virtual_time import VirtualLoop
+
+from kvcontract import Arena, BlockPool, Field, Group, KvModel, KvStore, Rank, Scope, WeightIdentity, admit
+from kvcontract.contract.layout import layout
+from kvcontract.core.lane import InlineLane
+from kvcontract.core.pending import Pending
+from kvcontract.memory.binding import Binding
+from kvcontract.pool.request import RequestKv
+from kvcontract.store.policy import KvPrefix, ResolvePolicy
+from kvcontract.store.seal import SealReport
+from kvcontract.tiers.base import Buffers, Capabilities, Code, Codes, Lease, Level, Op, RecordKeys, Rows, SaveClass
+from kvcontract.tiers.dram import DramTier
+
+PAGE: Final = 4
+SCOPE: Final = Scope(salt="tenant")
+
+
+def model_of(**more: Any) -> KvModel:
+    """Two layers of one small plane each."""
+    plane = Field(name="kv", dtype="uint8", axes={"head": 2, "dim": 3}, shard_axis="head")
+    given: dict[str, Any] = {
+        "contract": 1,
+        "name": "toy",
+        "weights": WeightIdentity(kind="unresolved"),
+        "numerics": "test",
+        "page_tokens": PAGE,
+        "groups": (Group(name="kv"),),
+        "arenas": tuple(
+            Arena.planes(name=f"layer.{i}", group="kv", layer=i, fields=(plane,)) for i in range(2)
+        ),
+    }
+    return KvModel(**{**given, **more})
+
+
+def prompt(pages: int, seed: int = 0, extra: int = 1) -> list[int]:
+    """Tokens of some full pages and `extra` more."""
+    return np.random.default_rng(seed).integers(0, 1000, pages * PAGE + extra).tolist()
+
+
+def row(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    """uint8[2, 2, 3]: what the last of these tokens leaves in every layer; depends on all of them."""
+    digest = hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=12).digest()
+    return np.frombuffer(digest, np.uint8).reshape(2, 2, 3)
+
+
+class HeldTier:
+    """A DRAM tier on the loop's time whose verbs can be held back, and answered when the test says so.
+
+    Attributes:
+        holding: verbs that are held now: "lookup", "load", "save".
+        asked: (verb, records) of every call.
+        answer: changes the lease of a look-up before it is given.
+        codes: changes the codes of an operation before it settles, by verb.
+    """
+
+    def __init__(self, clock: Callable[[], float], name: str = "dram", **claims: Any) -> None:
+        self.inner = DramTier(1 << 20, lane=InlineLane(), clock=clock, name=name)
+        self.holding: set[str] = set()
+        self.asked: list[tuple[str, int]] = []
+        self.answer: Callable[[Lease], Lease] = lambda lease: lease
+        self.codes: dict[str, Callable[[Codes], Codes]] = {}
+        self._claims = claims
+        self._held: deque[tuple[str, Callable[[], None]]] = deque()
+
+    @property
+    def name(self) -> str:
+        """Labels statistics."""
+        return self.inner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the DRAM tier, and what else the test claims."""
+        return replace(self.inner.capabilities, **self._claims)
+
+    def lookup(self, keys: RecordKeys, deadline: float) -> Pending[Lease]:
+        """The inner answer, when it may come."""
+        return self._when_open(
+            "lookup", len(keys), lambda: self.inner.lookup(keys, deadline).map(lambda lease: self.answer(lease))
+        )
+
+    def load(self, lease: Lease, rows: Rows, buffers: Buffers, deadline: float) -> Op:
+        """Copies nothing before it may."""
+        op = self._when_open("load", len(rows), lambda: self.inner.load(lease, rows, buffers, math.inf))
+        return op.map(self.codes.get("load", lambda codes: codes))
+
+    def save(
+        self,
+        keys: RecordKeys,
+        buffers: Buffers,
+        cls: SaveClass,
+        deadline: float,
+        *,
+        handoff: str | None = None,
+    ) -> Op:
+        """Copies nothing before it may; a page whose code the test changed is not kept."""
+        change = self.codes.get("save", lambda codes: codes)
+        kept = np.flatnonzero(change(np.zeros(len(keys), np.uint8)) == Code.OK)
+
+        def copy() -> Op:
+            inner = self.inner.save(keys[kept], buffers.take(kept), cls, math.inf, handoff=handoff)
+            return inner.map(lambda _: change(np.zeros(len(keys), np.uint8)))
+
+        return self._when_open("save", len(keys), copy)
+
+    def _when_open(self, verb: str, records: int, start: Callable[[], Pending[Any]]) -> Pending[Any]:
+        self.asked.append((verb, records))
+        if verb not in self.holding:
+            return start()
+        late: Pending[Any] = Pending()
+        self._held.append((verb, lambda: start().on_done(late.settle)))
+        return late
+
+    def open(self, verb: str) -> None:
+        """Let a verb through, now and later."""
+        self.holding.discard(verb)
+        held, self._held = list(self._held), deque(item for item in self._held if item[0] != verb)
+        for name, go in held:
+            if name == verb:
+                go()
+
+    def count(self, verb: str) -> int:
+        """How often it was asked."""
+        return sum(name == verb for name, _ in self.asked)
+
+    def discard(self, lease: Lease, rows: Rows) -> None:
+        """Straight through."""
+        self.inner.discard(lease, rows)
+
+    def flush(self, level: Level, deadline: float) -> Pending[bool]:
+        """Straight through."""
+        return self.inner.flush(level, deadline)
+
+    def release_handoff(self, lease_id: str) -> None:
+        """Straight through."""
+        self.inner.release_handoff(lease_id)
+
+    def stats(self) -> dict[str, int]:
+        """Straight through."""
+        return self.inner.stats()
+
+    def close(self, deadline: float) -> bool:
+        """Straight through."""
+        return self.inner.close(deadline)
+
+
+class Setup:
+    """One rank over memory of its own, tiers, and a store, all on one virtual clock."""
+
+    def __init__(self, *, pages: int = 16, tiers: int = 1, model: KvModel | None = None, **options: Any) -> None:
+        self.loop = VirtualLoop()
+        self.model = model or model_of()
+        self.pool = BlockPool(pages=pages, page_tokens=PAGE)
+        self.binding = Binding.allocate(layout(self.model).space("full"), blocks=pages)
+        self.tiers = [HeldTier(self.loop.time, name) for name in ("dram", "disk")[:tiers]]
+        ranks = [Rank(self.pool, {"full": self.binding})]
+        self.store = KvStore(self.model, ranks, self.tiers, loop=self.loop, lane=InlineLane(), **options)
+
+    @property
+    def tier(self) -> HeldTier:
+        """The first."""
+        return self.tiers[0]
+
+    async def resolve(self, tokens: list[int], **policy: Any) -> KvPrefix:
+        """Resolve in the usual scope."""
+        return await self.store.resolve_prefix("0", tokens, SCOPE, ResolvePolicy(**policy))
+
+    def admit(self, tokens: list[int], prefix: KvPrefix | None = None, new: int = 1) -> RequestKv:
+        """Admit, or fail the test."""
+        answer = admit(
+            self.pool,
+            prompt_tokens=tokens,
+            max_new_tokens=new,
+            keyer=self.store.keyer,
+            scope=SCOPE,
+            prefix=prefix,
+        )
+        assert isinstance(answer, RequestKv), answer
+        return answer
+
+    def compute(self, tokens: list[int], prefix: KvPrefix | None = None) -> RequestKv:
+        """A request whose prompt has been computed: every row written."""
+        req = self.admit(tokens, prefix)
+        chunk = req.schedule_prefill(len(tokens))
+        for at in range(chunk.start, chunk.end):
+            block = int(chunk.pages["full"][at // PAGE])
+            content = torch.from_numpy(row(tokens[: at + 1]).copy())
+            for layer in range(2):
+                self.binding.views[f"layer.{layer}", "kv"][block, at % PAGE] = content[layer]
+        req.apply_prefill(chunk, 5)
+        return req
+
+    def stored(self, tokens: list[int]) -> SealReport:
+        """Compute, retire, and evict from the device: afterwards only the tiers have it."""
+        report = self.store.retire(self.compute(tokens)).value
+        self.evict()
+        return report
+
+    def evict(self) -> None:
+        """Drop what is cached on the device, and overwrite all of it."""
+        self.pool.set_retention(False)
+        self.pool.set_retention(True)
+        if self.pool.held == 0:
+            for view in self.binding.views.values():
+                view.fill_(0xEE)
+
+    def check_content(self, tokens: list[int], prefix: KvPrefix) -> None:
+        """The rows of a hit are those of its tokens."""
+        assert prefix.hold is not None
+        pages = prefix.hold.pages.tolist()
+        assert len(pages) * PAGE == prefix.hit_tokens  # A13
+        for at in range(prefix.hit_tokens):
+            wanted = row(tokens[: at + 1])
+            for layer in range(2):
+                found = self.binding.views[f"layer.{layer}", "kv"][pages[at // PAGE], at % PAGE].numpy()
+                assert (found == wanted[layer]).all(), f"token {at}, layer {layer}"
+
+    def check_idle(self) -> None:
+        """R8: nothing is held, pinned, leased or running; the books balance."""
+        self.pool.check_books()
+        gauges = self.pool.gauges()
+        assert (gauges.held, gauges.pinned, gauges.entitled) == (0, 0, 0)
+        assert not any(self.store.stats().gauges.values()), self.store.stats().gauges
+        for tier in self.tiers:
+            stats = tier.stats()
+            assert (stats["leases"], stats["operations"]) == (0, 0)
+
+
+@contextmanager
+def setup(**options: Any) -> Any:
+    """A set-up that must be idle in the end, and closes."""
+    made = Setup(**options)
+    try:
+        yield made
+        made.check_idle()
+        assert made.loop.run(made.store.aclose()).drained
+    finally:
+        made.loop.close()
