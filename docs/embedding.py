@@ -23,7 +23,7 @@ scope, prompt = Scope(salt="tenant-1"), list(range(50))
 
 with KvStore(model, [Rank(pool, {"full": binding})], [DramTier(1 << 20)]) as store:
 
-    def serve() -> int:
+    def serve() -> int:  # one request, start to end
         prefix = store.resolve("0", prompt, scope)
         request = admit(
             pool, prompt_tokens=prompt, max_new_tokens=4, keyer=store.keyer, scope=scope, prefix=prefix

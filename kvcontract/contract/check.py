@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from kvcontract.contract.clauses import CLAUSES, clause
 from kvcontract.contract.dtypes import DTYPE_BITS
-from kvcontract.contract.layout import layout, parts, tp_faults
+from kvcontract.contract.layout import layout, tp_faults
 from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Group, KvModel
+from kvcontract.contract.wire import parts
 
 
 @dataclass(frozen=True, slots=True)

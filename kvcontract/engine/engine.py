@@ -28,8 +28,9 @@ from torch import Tensor
 
 from kvcontract.contract.errors import InternalFault, UsageFault
 from kvcontract.contract.executor import Executor
-from kvcontract.contract.layout import fingerprint, layout
+from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel, Scope
+from kvcontract.contract.wire import fingerprint
 from kvcontract.engine.active import Active
 from kvcontract.engine.batch import build_step, wanted_rows
 from kvcontract.engine.intake import Arrival, Intake

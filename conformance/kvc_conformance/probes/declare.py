@@ -43,8 +43,10 @@ def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, An
     return Message(body)
 
 
-def open_launch(session: Session, options: Mapping[str, Any] | None = None) -> Launch:
-    """The launch of the session's job, with the plugin loaded once."""
+def open_launch(
+    session: Session, options: Mapping[str, Any] | None = None, *, dtype: str | None = None
+) -> Launch:
+    """The launch of the session's job, with the plugin loaded once; other options or dtype if asked."""
     job = session.job
     source = Source(job["name"], _path(job["file"]), _path(job["config"]), _path(job["checkpoint"]))
     if "homes" not in job:
@@ -52,7 +54,7 @@ def open_launch(session: Session, options: Mapping[str, Any] | None = None) -> L
         file = Path(plugin.module.__file__ or "")
         job["homes"] = [str(file if source.file else file.parent)]
     merged = {**job["options"], **(options or {})}
-    runtime = Runtime(job["device"], job.get("dtype") or "float32")
+    runtime = Runtime(job["device"], dtype or job.get("dtype") or "float32")
     return launch(source, options=merged, plugin_options=job["plugin_options"], runtime=runtime)
 
 

@@ -14,8 +14,9 @@ from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
 from kvc_conformance.probes.declare import open_launch
 from kvcontract.contract.errors import KvContractError, PluginFault
-from kvcontract.contract.layout import Layout, Space, layout, parts, wire_record, with_page_tokens
+from kvcontract.contract.layout import Layout, Space, layout, with_page_tokens
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.wire import parts, wire_record
 from kvcontract.core.lane import InlineLane
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.repack import resolve
