@@ -2,7 +2,7 @@
 
 A *part* is what is saved and restored as one unit.  `wire_record(model, part, shard, shards)` is the payload
 of one stored record: dense, in declared order, without any padding, independent of page order and of the
-degree of tensor parallelism.  `fingerprint(model)` digests, for each part, everything that changes a stored byte.
+degree of tensor parallelism.  `fingerprint(model)` digests, per part, everything that changes a stored byte.
 """
 
 from __future__ import annotations

@@ -118,13 +118,14 @@ def _identities(bench: Bench, _case: str) -> str:
     first.keep(tokens)
     first.call("flush")
     weights = model.weights.model_copy(update={"config": model.weights.config + "another"})
-    others = {
+    stores = {
+        "the same identity": (model, SECRET),
         "other numerics": (model.model_copy(update={"numerics": model.numerics + "-other"}), SECRET),
         "other weights": (model.model_copy(update={"weights": weights}), SECRET),
         "another fleet's secret": (model, SECRET[::-1]),
-        "the same identity": (model, SECRET),
+        "the same identity, asked after those": (model, SECRET),
     }
-    for what, (other, secret) in others.items():
+    for what, (other, secret) in stores.items():
         rig = Rig(bench, other, pages=8, tiers=[{"of": first.name}], secret=secret, content=first.content)
         found, wanted = rig.hit_tokens(tokens), 2 * page if other is model and secret == SECRET else 0
         if found != wanted:
