@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcontract.contract import plugins
-from kvcontract.contract.check import Finding
 from kvcontract.contract.errors import NotConformant, UsageFault
+from kvcontract.contract.finding import Finding
 from kvcontract.contract.model import KvModel, WeightIdentity
 from kvcontract.contract.options import Config, Context
 from kvcontract.core.identity import config_digest, weight_identity

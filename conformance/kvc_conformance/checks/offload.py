@@ -172,7 +172,7 @@ def _idle(bench: Bench, _case: str) -> str:
     """KVC-OFFLOAD-04."""
     page = page_sizes(bench.small, (3,))[0]
     model = model_for(bench, page, limit_bytes=512)
-    rig = Rig(bench, model, pages=16, tiers=[{"capacity_bytes": 24 * (page * 512 + 512)}])
+    rig = Rig(bench, model, pages=16, tiers=[{"capacity_bytes": 12 * (page * 512 + 512)}])
     families = [prompt(bench.seed, 800, number, length=6 * page) for number in range(4)]
     done = rig.call("churn", families=families, threads=3, rounds=40, seed=bench.seed).body
     rig.call("flush")

@@ -20,21 +20,10 @@ def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, An
     """Load the plugin and call its factory; arguments may override ``options``."""
     del arrays
     opened = open_launch(session, arguments.get("options"))
-    findings = [
-        {
-            "clause": item.clause,
-            "path": item.path,
-            "value": item.value if isinstance(item.value, str | int | float | None) else repr(item.value),
-            "allowed": item.allowed,
-            "message": item.message,
-            "where": item.where,
-        }
-        for item in opened.findings
-    ]
     declared = opened.declared
     body = {
         "model": None if declared is None else declared.canonical_json(),
-        "findings": findings,
+        "findings": [item.as_json() for item in opened.findings],
         "samples": list(opened.plugin.samples(opened.ctx)),
         "runs": opened.plugin.implements("kvc_executor"),
         "plugin": opened.plugin.dist,

@@ -314,12 +314,12 @@ def mend(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
 
 
 def close(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
-    """Close the store, and ask it once more.
+    """Close the store, ask it once more, and forget it.
 
     Returns ``report`` and ``after``: the class of what a resolve raises then, or null.
     """
     del arrays
-    made = _made(session, arguments)
+    made: Made = session.objects.pop(arguments["store"])
     report = made.store.close()
     after = None
     try:
