@@ -65,7 +65,10 @@ class BlockPool(Guards):
         with self._gate() as books:
             pages = books.index.match(wanted)
             if boundary is not None and len(pages) == len(wanted):
-                pages = np.concatenate([pages, books.index.match(as_keys(boundary[None]))])
+                last = books.index.match(as_keys(boundary[None]))
+                above = wanted[-1] if len(wanted) else ROOT
+                if len(last) and np.array_equal(books.parent_keys[last[0]], above):
+                    pages = np.concatenate([pages, last])
             count = books.reference(pages, books.available - self._entitled)
             run = Run("hold", pages, count, registered=count, boundary=count > len(wanted))
             return self._hold(run, wanted[: run.full].copy(), boundary)
@@ -337,7 +340,7 @@ class BlockPool(Guards):
             first, last = run.registered, run.registered + len(names)
             if last > run.count:
                 raise UsageFault(f"{len(names)} pages to register; {run.count - first} are drawn and unnamed")
-            if len(run.sources):
+            if len(run.sources) and len(names):
                 raise UsageFault(f"{len(run.sources)} pages are still to be copied; say copied() first")
             told = self._told(content, len(names))
             parent = books.index.keys[run.pages[first - 1]].copy() if first else ROOT

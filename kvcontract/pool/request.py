@@ -294,14 +294,15 @@ class RequestKv(RequestView):
             raise UsageFault(answer.reason)
         if isinstance(answer, Later):
             return answer
-        self._entitlement, self._preempted = answer, False
-        self.committed_tokens = (
-            self.registered * self._pool.page_tokens if prefix is None else prefix.hit_tokens
-        )
+        self._entitlement, self._preempted, self._started = answer, False, True
+        if self._reset_from is not None:
+            self._pool.mark_reset(answer, self._reset_from)
+        held = self.registered * self._pool.page_tokens
+        self.committed_tokens = held if prefix is None else prefix.hit_tokens
         return None
 
     def mark_reset(self, first_page: int | None = None) -> None:
-        """Do not keep its pages for reuse once they are released (B13); none of its own by default.
+        """Do not keep its pages for reuse once they are released (B13).
 
         Args:
             first_page: from this one on; None: all but those it started with.
