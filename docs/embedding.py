@@ -23,13 +23,15 @@ scope, prompt = Scope(salt="tenant-1"), list(range(50))
 
 with KvStore(model, [Rank(pool, {"full": binding})], [DramTier(1 << 20)]) as store:
 
-    def serve() -> int:
+    def serve() -> int:  # one request, start to end
         prefix = store.resolve("0", prompt, scope)
-        request = admit(pool, prompt_tokens=prompt, max_new_tokens=4, keyer=store.keyer, scope=scope, prefix=prefix)
+        request = admit(
+            pool, prompt_tokens=prompt, max_new_tokens=4, keyer=store.keyer, scope=scope, prefix=prefix
+        )
         while request.committed_tokens < request.prompt_len:
             chunk = request.schedule_prefill(max_tokens=32)
             for view in binding.views.values():  # [pages, tokens, heads, dim]: here your kernels write
-                view[torch.from_numpy(chunk.pages["full"]).long()] = 1.0
+                view[torch.tensor(chunk.pages["full"])] = 1.0
             request.apply_prefill(chunk, token=7 if chunk.emits else None)
             store.seal(request)  # complete pages go to DRAM; never blocks
         store.retire(request)  # pages stay resident, and findable, until they are needed

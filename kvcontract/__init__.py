@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvcontract.contract.executor import Executor as Executor
     from kvcontract.contract.executor import HfLayers as HfLayers
     from kvcontract.contract.executor import Limits as Limits
+    from kvcontract.contract.executor import OwnsArenas as OwnsArenas
     from kvcontract.contract.executor import Step as Step
     from kvcontract.contract.executor import StepOutput as StepOutput
     from kvcontract.contract.hooks import hookimpl as hookimpl
@@ -44,7 +45,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "kvcontract.contract.executor": ("Attention", "Executor", "HfLayers", "Limits", "Step", "StepOutput"),
+    "kvcontract.contract.executor": (
+        "Attention",
+        "Executor",
+        "HfLayers",
+        "Limits",
+        "OwnsArenas",
+        "Step",
+        "StepOutput",
+    ),
     "kvcontract.contract.hooks": ("hookimpl",),
     "kvcontract.contract.model": (
         "Arena",

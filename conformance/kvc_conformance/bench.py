@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvc_conformance.driver import Child
 from kvc_conformance.outcomes import Evidence
-from kvcontract.contract.check import Finding
+from kvcontract.contract.finding import Finding
 from kvcontract.contract.model import KvModel
 from kvcontract.core.shrink import shrink
 

@@ -48,7 +48,8 @@ def lines(report: Report, *, everything: bool = False, tracebacks: bool = False)
     worst = fold(report.results)
     blocked = [clause_id for clause_id, outcome in worst.items() if outcome is Outcome.BLOCKED]
     text = []
-    for clause_id, results in results_by_clause(report.results):
+    told = sorted(results_by_clause(report.results), key=lambda item: (clause(item[0]).level, item[0]))
+    for clause_id, results in told:
         if clause_id in blocked:
             continue
         cases = f" ({len(results)} cases)" if len(results) > 1 else ""

@@ -16,7 +16,7 @@ from kvc_conformance.driver import ChildDied, ProbeFailed
 from kvc_conformance.outcomes import HOLDS, Evidence, Fault, Outcome, Result, Verdict, fold, judge
 from kvcontract.contract.clauses import CLAUSES, Level, clause
 from kvcontract.contract.errors import InternalFault, UsageFault
-from kvcontract.core.launch import read_config
+from kvcontract.core.identity import load_config
 
 NOT_LOADED: Final = 4
 TRACE_LINES: Final = 12
@@ -118,9 +118,9 @@ def _refuse(request: Request) -> None:
     if faults:
         raise UsageFault("; ".join(faults))
     if request.config is not None:
-        read_config(request.config)
+        load_config(request.config)
     if request.checkpoint is not None:
-        read_config(request.checkpoint / "config.json")
+        load_config(request.checkpoint)
 
 
 def _job(request: Request) -> dict[str, Any]:

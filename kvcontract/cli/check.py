@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcontract.cli import view
 from kvcontract.cli.launching import JsonFlag, with_model
+from kvcontract.contract.check import finding_document
 from kvcontract.core.geometry import geometry
 from kvcontract.core.launch import Launch
 
@@ -22,7 +23,7 @@ def command(opened: Launch, *, json: JsonFlag = False) -> int:
                 "schema": "kvc.check/1",
                 "model": opened.plugin.name,
                 "ok": sound,
-                "findings": [item.as_json() for item in opened.findings],
+                "findings": [finding_document(item) for item in opened.findings],
                 "geometry": figures,
             }
         )

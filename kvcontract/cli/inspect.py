@@ -6,8 +6,9 @@ from typing import Any
 
 from kvcontract.cli import view
 from kvcontract.cli.launching import JsonFlag, with_model
-from kvcontract.contract.layout import layout, parts, wire_record
+from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.wire import parts, wire_record
 from kvcontract.core.geometry import geometry
 from kvcontract.core.launch import Launch
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcontract.contract.check import Finding
 from kvcontract.contract.clauses import clause
+from kvcontract.contract.finding import Finding
 
 PLAIN_WIDTH = 120
 

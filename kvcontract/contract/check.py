@@ -16,49 +16,10 @@ from pydantic import ValidationError
 
 from kvcontract.contract.clauses import CLAUSES, clause
 from kvcontract.contract.dtypes import DTYPE_BITS
-from kvcontract.contract.layout import layout, parts, tp_faults
+from kvcontract.contract.finding import Finding
+from kvcontract.contract.layout import layout, tp_faults
 from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Group, KvModel
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One breach of one clause.
-
-    Attributes:
-        clause: id of the clause.
-        path: where in the declaration, e.g. ``arenas[3].fields[0].dtype``.
-        value: what was found there.
-        allowed: what may be there.
-        message: what is wrong, in words.
-        where: ``file:line`` of the author's code, if known.
-    """
-
-    clause: str
-    path: str
-    value: Any
-    allowed: str
-    message: str
-    where: str | None = None
-
-    def line(self) -> str:
-        """The finding in one line."""
-        place = f" ({self.where})" if self.where else ""
-        return f"{self.clause} {self.path} = {self.value!r}: {self.message}; allowed: {self.allowed}{place}"
-
-    def as_json(self) -> dict[str, Any]:
-        """The finding with its clause's rule, fix and keeper, as plain JSON."""
-        rule = clause(self.clause)
-        return {
-            "clause": self.clause,
-            "rule": rule.rule,
-            "path": self.path,
-            "value": self.value if isinstance(self.value, str | int | float | None) else repr(self.value),
-            "allowed": self.allowed,
-            "message": self.message,
-            "where": self.where,
-            "fix": rule.fix,
-            "who": rule.who,
-        }
+from kvcontract.contract.wire import parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +31,12 @@ class Found:
     allowed: str
     message: str
     at: Declared
+
+
+def finding_document(found: Finding) -> dict[str, Any]:
+    """A finding with its clause's rule, fix and keeper, as plain JSON."""
+    rule = clause(found.clause)
+    return {**found.as_json(), "rule": rule.rule, "fix": rule.fix, "who": rule.who}
 
 
 ClauseCheck = Callable[[KvModel, int], Iterator[Found]]

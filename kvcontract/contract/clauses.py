@@ -253,7 +253,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="A write past a page's end is another request's state.",
         fix="Report a fault of kvcontract with the seed that the failure prints.",
         rests_on=("E1", "E5"),
-        requires=("KVC-LAYOUT-06",),
+        requires=("KVC-LAYOUT-06", "KVC-REPACK-04"),
     ),
     Clause(
         id="KVC-LAYOUT-08",
@@ -291,7 +291,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="K where V belongs has the right shape and gives fluent, wrong answers.",
         fix="Compare to_wire and from_wire field by field; the failure decodes what was found where.",
         rests_on=("E6",),
-        requires=(*_SOUND, "KVC-REPACK-02"),
+        requires=("KVC-REPACK-04",),
     ),
     Clause(
         id="KVC-REPACK-04",
@@ -424,10 +424,15 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
     ),
 )
 
-CLAUSES: Final[tuple[Clause, ...]] = tuple(sorted(_REGISTRY, key=lambda item: item.level))
-"""Every clause, lower levels first, so that what a clause requires stands before it."""
+_NAMED: Final = {item.id: item for item in _REGISTRY}
 
-_BY_ID: Final = {clause.id: clause for clause in CLAUSES}
+
+def _depth(item: Clause) -> int:
+    return 1 + max((_depth(_NAMED[required]) for required in item.requires), default=0)
+
+
+CLAUSES: Final[tuple[Clause, ...]] = tuple(sorted(_REGISTRY, key=lambda item: (item.level, _depth(item))))
+"""Every clause, lower levels first, and what a clause requires before it."""
 
 
 def clause(clause_id: str) -> Clause:
@@ -436,9 +441,9 @@ def clause(clause_id: str) -> Clause:
     Raises:
         UsageFault: there is none; the nearest ids are named.
     """
-    found = _BY_ID.get(clause_id.upper())
+    found = _NAMED.get(clause_id.upper())
     if found is None:
-        near = difflib.get_close_matches(clause_id.upper(), _BY_ID, n=3)
+        near = difflib.get_close_matches(clause_id.upper(), _NAMED, n=3)
         hint = f"; did you mean {', '.join(near)}?" if near else "; `kvc explain --all` lists them"
         raise UsageFault(f"there is no clause {clause_id!r}{hint}")
     return found

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvcontract.contract.check import Finding
+from kvcontract.contract.finding import Finding
 
 
 class KvContractError(Exception):

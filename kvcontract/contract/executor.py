@@ -2,14 +2,14 @@
 
 An executor is handed views of the arenas once (`bind`), then one `Step` at a time.  A plugin may bring its
 own, or describe by `HfLayers` how the layers of a Hugging Face model map onto its arenas and get the generic
-one.
+one.  An executor that also implements `OwnsArenas` brings the memory; else it is allocated for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,6 +90,22 @@ class Executor(Protocol):
 
     def forward(self, step: Step) -> StepOutput:
         """Run one step."""
+        ...
+
+
+@runtime_checkable
+class OwnsArenas(Protocol):
+    """An executor whose kernels want memory of their own making, in any order and at any stride."""
+
+    def arenas(self, blocks: Mapping[str, int]) -> Mapping[str, Tensor]:
+        """The memory of every arena, by its name; called once, before `bind`.
+
+        Each is one tensor [blocks, ...]: a block contiguous and as declared, blocks at any constant distance,
+        of the fields' dtype or uint8.  What does not hold every block is refused (KVC-LAYOUT-05).
+
+        Args:
+            blocks: needed, by space key; block 0, the padding, is counted.
+        """
         ...
 
 

@@ -22,7 +22,7 @@ import pluggy
 from pydantic import BaseModel, ValidationError
 
 from kvcontract.contract import hooks
-from kvcontract.contract.check import Finding, check_model, shape_findings
+from kvcontract.contract.check import check_model, shape_findings
 from kvcontract.contract.errors import (
     DuplicatePlugin,
     KvContractError,
@@ -31,6 +31,7 @@ from kvcontract.contract.errors import (
     PluginLoadError,
     PluginNotFound,
 )
+from kvcontract.contract.finding import Finding
 from kvcontract.contract.model import CONTRACT_REVISION, KvModel
 from kvcontract.contract.options import Context, LaunchOptions, MissingFacts, Refused, parse_options
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcontract.contract.layout import fingerprint, layout, parts
+from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.wire import fingerprint, parts
 
 
 def geometry(model: KvModel, *, tp: int = 1) -> dict[str, Any]:

@@ -5,18 +5,17 @@ The command line, the suite and the Python API all come through `launch`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcontract.contract import plugins
-from kvcontract.contract.check import Finding
 from kvcontract.contract.errors import NotConformant, UsageFault
+from kvcontract.contract.finding import Finding
 from kvcontract.contract.model import KvModel, WeightIdentity
 from kvcontract.contract.options import Config, Context
-from kvcontract.core.identity import config_digest, weight_identity
+from kvcontract.core.identity import config_digest, load_config, weight_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +111,8 @@ def _facts(source: Source) -> tuple[Config | None, WeightIdentity]:
     if source.config is not None and source.checkpoint is not None:
         raise UsageFault("give --config or --checkpoint, not both: a checkpoint has its own config.json")
     if source.checkpoint is not None:
-        return Config(read_config(source.checkpoint / "config.json")), weight_identity(source.checkpoint)
+        return Config(load_config(source.checkpoint)), weight_identity(source.checkpoint)
     if source.config is not None:
-        config = read_config(source.config)
+        config = load_config(source.config)
         return Config(config), WeightIdentity(kind="unresolved", config=config_digest(config))
     return None, WeightIdentity(kind="unresolved")
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """Parse a config.json.
-
-    Raises:
-        UsageFault: it is missing, unreadable, not JSON, or not an object.
-    """
-    try:
-        parsed = json.loads(file.read_text())
-    except OSError as error:
-        raise UsageFault(f"cannot read {str(file)!r}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageFault(f"{str(file)!r} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise UsageFault(f"{str(file)!r} holds a {type(parsed).__name__}, not an object")
-    return parsed

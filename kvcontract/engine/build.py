@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.contract.executor import Executor, HfLayers
+from kvcontract.contract.executor import Executor, HfLayers, OwnsArenas
 from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
 from kvcontract.core.identity import load_config
 from kvcontract.engine.checkpoint import load_model
 from kvcontract.engine.engine import Engine
 from kvcontract.engine.views import executor_views
-from kvcontract.memory.binding import Binding
+from kvcontract.memory.binding import CLAUSE, Binding
 from kvcontract.pool.keys import FleetSecret
 from kvcontract.pool.pool import BlockPool
 from kvcontract.store.rank import Rank
@@ -90,7 +90,7 @@ def assemble(
     prefix_cache: bool = True,
     limits: EngineLimits | None = None,
 ) -> Assembly:
-    """Put an engine together, with the keys and values of all layers in one page-first slab a space.
+    """Put an engine together, over the executor's own arenas or else one page-first slab a space.
 
     Args:
         model: the declaration.
@@ -106,9 +106,10 @@ def assemble(
         limits: of one step.
 
     Raises:
-        UsageFault: parts are missing or do not fit together.
+        UsageFault: parts are missing or do not fit together, the executor's own arenas included.
         NotConformant: the store refuses the declaration.
     """
+    # long: the arguments, one a line, and what they mean
     if tiers and not prefix_cache:
         raise UsageFault("tiers without a prefix cache would never be asked: leave one of them out")
     executor = runner
@@ -116,7 +117,7 @@ def assemble(
         executor = generic_executor(
             model, executor, checkpoint=checkpoint, hf_model=hf_model, device=device, dtype=dtype
         )
-    bindings = {space.key: Binding.allocate(space, pages, device) for space in layout(model).spaces}
+    bindings = bind_memory(model, executor, pages, device)
     executor.bind(executor_views(bindings))
     pool = BlockPool(pages, model.page_tokens, retention=prefix_cache)
     stops = () if checkpoint is None else stop_token_ids(checkpoint)
@@ -128,6 +129,34 @@ def assemble(
         engine = Engine(model, executor, pool, store=store, stop_token_ids=stops, **sizes)
         undo.pop_all()
     return Assembly(engine, store, pool, bindings, executor)
+
+
+def bind_memory(
+    model: KvModel, executor: Executor, pages: int, device: torch.device | str = "cpu"
+) -> dict[str, Binding]:
+    """The memory of each space, by its key: the executor's own where it brings any, else page-first slabs.
+
+    Args:
+        model: the declaration.
+        executor: not bound yet.
+        pages: of the pool, page 0 included.
+        device: of memory that is allocated here.
+
+    Raises:
+        UsageFault: the executor's arenas do not hold every block, as declared (KVC-LAYOUT-05).
+    """
+    spaces = layout(model).spaces
+    if not isinstance(executor, OwnsArenas):
+        return {space.key: Binding.allocate(space, pages, device) for space in spaces}
+    tensors = dict(executor.arenas({space.key: pages for space in spaces}))
+    own = {
+        space.key: {arena.name: tensors.pop(arena.name) for arena in space.arenas if arena.name in tensors}
+        for space in spaces
+    }
+    if tensors:
+        names = ", ".join(sorted(tensors))
+        raise UsageFault(f"the executor brings memory for {names}: not declared [{CLAUSE}]")
+    return {space.key: Binding.of(space, own[space.key], pages) for space in spaces}
 
 
 def generic_executor(

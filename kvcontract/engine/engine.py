@@ -18,7 +18,7 @@ import itertools
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from kvcontract.contract.errors import InternalFault, UsageFault
 from kvcontract.contract.executor import Executor
-from kvcontract.contract.layout import fingerprint
 from kvcontract.contract.model import KvModel, Scope
+from kvcontract.contract.wire import fingerprint
 from kvcontract.engine.active import Active
 from kvcontract.engine.admission import Admission
 from kvcontract.engine.batch import build_step, wanted_rows
@@ -51,17 +51,6 @@ if TYPE_CHECKING:
 
 STALL_S: Final = 120.0
 """`run` gives up when nothing has moved for so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """What a submission says beside its prompt."""
-
-    sampling: Sampling
-    scope: Scope
-    stops: Collection[int] | None
-    capture: Capture
-    policy: ResolvePolicy
 
 
 class Engine:
@@ -158,11 +147,16 @@ class Engine:
         Raises:
             UsageFault: the request cannot be served by this model; every fault is named.
         """
-        capture: Capture = (
-            capture_logits if isinstance(capture_logits, str) else "sampled" if capture_logits else "none"
-        )
-        options = _Options(sampling, scope or Scope(), stop_token_ids, capture, policy)
-        return self._submit(prompt, max_new_tokens, 1, options)[0]
+        return self.submit_parallel(
+            prompt,
+            max_new_tokens,
+            1,
+            sampling=sampling,
+            scope=scope,
+            stop_token_ids=stop_token_ids,
+            capture_logits=capture_logits,
+            policy=policy,
+        )[0]
 
     def submit_parallel(
         self,
@@ -173,31 +167,25 @@ class Engine:
         sampling: Sampling = GREEDY,
         scope: Scope | None = None,
         stop_token_ids: Collection[int] | None = None,
+        capture_logits: Capture | bool = False,
         policy: ResolvePolicy = PLAIN,
     ) -> tuple[int, ...]:
         """Hand `count` requests over that share one prompt, which is run once (n > 1); returns their ids.
 
         After the prompt each goes on by itself: full pages are shared, the partial one is copied (B23).  With
-        a seed, request i samples with seed + i.  A branch that finds no room waits like any other request, and
-        starts from what is resident of the prompt.
+        a seed, request i samples with seed + i.  A branch that finds no room waits like any other
+        request, and starts from what is resident of the prompt.
 
         Raises:
             UsageFault: as `submit`; or `count` is below 1, or the engine was given no bindings to copy in.
         """
         if count < 1 or (count > 1 and not self._bindings):
             raise UsageFault(f"count {count}: expected 1 or more; more than 1 needs the engine's bindings")
-        options = _Options(sampling, scope or Scope(), stop_token_ids, "none", policy)
-        return self._submit(prompt, max_new_tokens, count, options)
-
-    def _submit(
-        self,
-        prompt: Sequence[int] | NDArray[np.integer[Any]],
-        max_new_tokens: int,
-        count: int,
-        options: _Options,
-    ) -> tuple[int, ...]:
         tokens = check_prompt(prompt, max_new_tokens, self._limits)
-        stops = self._stop_token_ids if options.stops is None else frozenset(options.stops)
+        stops = self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
+        kept: Capture = (
+            capture_logits if isinstance(capture_logits, str) else "sampled" if capture_logits else "none"
+        )
         with self._lock:
             if self._closed:
                 raise UsageFault("the engine is closed: it takes no more work")
@@ -206,11 +194,11 @@ class Engine:
                     id=next(self._ids),
                     prompt=tokens,
                     max_new_tokens=max_new_tokens,
-                    sampling=options.sampling.branch(number),
-                    scope=options.scope,
+                    sampling=sampling.branch(number),
+                    scope=scope or Scope(),
                     stop_token_ids=stops,
-                    capture=options.capture,
-                    policy=options.policy,
+                    capture=kept,
+                    policy=policy,
                 )
                 for number in range(count)
             ]

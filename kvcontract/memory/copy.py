@@ -23,8 +23,9 @@ from torch import Tensor
 
 from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.errors import InternalFault, UsageFault
-from kvcontract.contract.layout import ArenaLayout, FieldLayout, WireRecord, held
+from kvcontract.contract.layout import ArenaLayout, FieldLayout, held
 from kvcontract.contract.model import TOKEN_AXIS
+from kvcontract.contract.wire import WireRecord
 from kvcontract.memory.binding import ArenaBinding, Binding, as_bytes, typed_view
 
 MIN_RUN_BYTES: Final = 4096

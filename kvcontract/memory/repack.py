@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcontract.contract.errors import PluginFault, UsageFault
-from kvcontract.contract.layout import WireRecord
 from kvcontract.contract.model import Conversion, KvModel
+from kvcontract.contract.wire import WireRecord
 from kvcontract.memory.binding import Binding, torch_dtype, typed_view
 from kvcontract.memory.copy import Blocks, CopyProgram, Program, check_staged, checked_blocks
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import InternalFault, UsageFault
-from kvcontract.contract.layout import WireRecord
+from kvcontract.contract.wire import WireRecord
 from kvcontract.core.lane import Lane
 from kvcontract.core.pending import Pending
 from kvcontract.memory.checksum import SegmentSums

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvcontract.contract.errors import UsageFault
@@ -57,6 +59,8 @@ class StoreLoop:
             UsageFault: the store is closed.
         """
         if asyncio.get_running_loop() is self._loop:
+            with _unbegun(work):
+                self.refuse_if_closed()
             return await work
         done: Pending[T] = Pending()
         future = self._send(work, done)
@@ -73,11 +77,8 @@ class StoreLoop:
         Raises:
             UsageFault: the store is closed, or waiting here would stop the loop that does the work.
         """
-        try:
+        with _unbegun(work):
             self.refuse_to_block()
-        except UsageFault:
-            work.close()
-            raise
         done: Pending[T] = Pending()
         return self._result(self._send(work, done), done, undo)
 
@@ -111,16 +112,12 @@ class StoreLoop:
             self._thread.join()
             self._loop.close()
 
-    def _send(self, work: Work[T], done: Pending[T]) -> asyncio.Future[None] | Any:
-        with self._gate:
-            try:
-                self.refuse_if_closed()
-            except UsageFault:
-                work.close()
-                raise
+    def _send(self, work: Work[T], done: Pending[T]) -> Future[None]:
+        with self._gate, _unbegun(work):
+            self.refuse_if_closed()
             return asyncio.run_coroutine_threadsafe(_deliver(work, done), self._loop)
 
-    def _result(self, future: Any, done: Pending[T], undo: Callable[[T], object]) -> T:
+    def _result(self, future: Future[None], done: Pending[T], undo: Callable[[T], object]) -> T:
         try:
             future.result()
         except BaseException:
@@ -128,6 +125,16 @@ class StoreLoop:
             done.on_done(undo)
             raise
         return done.value
+
+
+@contextmanager
+def _unbegun(work: Work[Any]) -> Iterator[None]:
+    """If this is refused, the coroutine ends without having begun."""
+    try:
+        yield
+    except UsageFault:
+        work.close()
+        raise
 
 
 async def _deliver(work: Work[T], done: Pending[T]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcontract.contract.layout import Part
+from kvcontract.contract.wire import Part
 from kvcontract.memory.binding import Binding
 from kvcontract.pool.pool import BlockPool
 

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcontract.contract.layout import Part
+from kvcontract.contract.wire import Part
 from kvcontract.core.pending import Pending, wait_until
 from kvcontract.pool.handles import Hold, Reservation
 from kvcontract.pool.index import Keys
@@ -157,6 +157,8 @@ class Resolver:
             async with scope:
                 await self._ask_tiers(search)
         except TimeoutError:
+            if not scope.expired():
+                raise
             search.degrade("the store was closed")
         finally:
             self._searching.discard(scope)
@@ -200,13 +202,17 @@ class Resolver:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _round(self, search: Search) -> None:
-        """Ask every tier in turn, again and again as long as that finds something."""
-        found = True
-        while found and len(search.missing):
-            before = search.hold.hit_pages
+        """Ask every tier in turn, again and again as long as others find something in between."""
+        found, last = True, None
+        while found:
+            found = False
             for tier in self._tiers:
+                if tier is last:
+                    return  # it gave what it had, and nobody has added to it
+                before = search.hold.hit_pages
                 await self._extend(search, tier)
-            found = search.hold.hit_pages > before
+                if search.hold.hit_pages > before:
+                    found, last = True, tier
 
     async def _landed(self, search: Search, pause: float) -> bool:
         """Wait a little for a producer; False once the deadline leaves no time for that (A7)."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.contract.layout import Part
+from kvcontract.contract.wire import Part
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.pool.request import RequestKv
 from kvcontract.store.rank import Rank

@@ -14,11 +14,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from kvcontract.contract.check import Finding, check_model
+from kvcontract.contract.check import check_model
 from kvcontract.contract.clauses import clause
 from kvcontract.contract.errors import NotConformant, UsageFault
-from kvcontract.contract.layout import Part, fingerprint, layout, parts, wire_record
+from kvcontract.contract.finding import Finding
+from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel, Scope
+from kvcontract.contract.wire import Part, fingerprint, parts, wire_record
 from kvcontract.core.jit import warm_up
 from kvcontract.core.lane import Lane
 from kvcontract.core.pending import Pending, all_of, wait_until

@@ -17,8 +17,9 @@ from typing import Final
 import numpy as np
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.contract.layout import Layout, Part, fingerprint, parts, wire_record
+from kvcontract.contract.layout import Layout
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.wire import Part, fingerprint, parts, wire_record
 from kvcontract.core.lane import Lane, ThreadLane
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.memory.binding import Binding
@@ -82,7 +83,7 @@ class Worker:
             for part in self.parts
         }
         self._own_lane = lane is None
-        self.lane: Lane = lane or ThreadLane(f"kvc-worker-{layout_.worker}")
+        self.lane: Lane = ThreadLane(f"kvc-worker-{layout_.worker}") if lane is None else lane
         self.clock = clock
         self.staging = StagingBudget(staging_bytes)
         self._lock = threading.Lock()

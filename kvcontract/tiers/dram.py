@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.core.lane import Lane
+from kvcontract.core.lane import Lane, ThreadLane
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.tiers.base import (
     HANDOFF_TTL_S,
@@ -62,7 +62,7 @@ class DramTier:
 
     Args:
         capacity_bytes: quota of memory, allocated as it is needed.
-        lane: where copies run; stays the caller's to close, after this.
+        lane: where copies run; stays the caller's to close, after this. None makes one, which `close` ends.
         clock: what deadlines are measured on.
         name: labels statistics.
         allocate: where memory comes from, for instance pinned for a device.
@@ -79,7 +79,7 @@ class DramTier:
         self,
         capacity_bytes: int,
         *,
-        lane: Lane,
+        lane: Lane | None = None,
         clock: Clock = time.monotonic,
         name: str = "dram",
         allocate: Allocate | None = None,
@@ -89,7 +89,8 @@ class DramTier:
             raise UsageFault(f"tier {name!r}: a capacity of {capacity_bytes} B; expected at least 1 B")
         self.faults: deque[Exception] = deque(maxlen=_KEPT_FAULTS)
         self._name = name
-        self._lane = lane
+        self._own_lane = lane is None
+        self._lane: Lane = ThreadLane(f"kvc-{name}") if lane is None else lane
         self._clock = clock
         self._handoff_ttl_s = handoff_ttl_s
         self._lock = threading.Lock()
@@ -317,7 +318,7 @@ class DramTier:
             self._settle_returns()
             self._handoffs.clear()
             self._slots.clear()
-        return True
+        return self._lane.close(max(0.0, deadline - self._clock())) if self._own_lane else True
 
     def _settle_returns(self) -> None:
         """Unpin what leases gave back and handoffs outlived; every locked entry begins with this."""

@@ -135,9 +135,9 @@ def test_explain_one_and_all(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "code", "said"),
     [
         (("check", "qwen"), 4, "did you mean qwen3"),
-        (("check", "qwen3", "--config", "/no/such.json"), 2, "No such file"),
-        (("check", "qwen3", "--config", __file__), 2, "not JSON"),
-        (("check", "qwen3", "--checkpoint", "/no/such"), 2, "config.json"),
+        (("check", "qwen3", "--config", "/no/such.json"), 2, "no such file"),
+        (("check", "qwen3", "--config", __file__), 2, "not readable as JSON"),
+        (("check", "qwen3", "--checkpoint", "/no/such"), 2, "no such"),
         (("check", "qwen3", "-O", "rope"), 2, "NAME=VALUE"),
         (("check", "qwen3", "--page-tokens", "x"), 2, "valid integer"),
         (("check", "qwen3", "--pagetokens", "16"), 2, "--page-tokens"),

@@ -11,17 +11,8 @@ import pytest
 
 from kvcontract import Arena, Field, Group, KvModel, WeightIdentity, Window
 from kvcontract.contract.errors import UsageFault
-from kvcontract.contract.layout import (
-    SEGMENT_BYTES,
-    FieldLayout,
-    Part,
-    fingerprint,
-    held,
-    layout,
-    parts,
-    tp_faults,
-    wire_record,
-)
+from kvcontract.contract.layout import FieldLayout, held, layout, tp_faults
+from kvcontract.contract.wire import SEGMENT_BYTES, Part, fingerprint, parts, wire_record
 
 from .declarations import arena, model, plane
 

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import PluginFault, UsageFault
-from kvcontract.contract.layout import layout, parts, wire_record
+from kvcontract.contract.layout import layout
 from kvcontract.contract.model import Arena, Conversion, Field, Group, KvModel, Repack, WeightIdentity
+from kvcontract.contract.wire import parts, wire_record
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.copy import CopyProgram, Program, holds
 from kvcontract.memory.repack import compile_program, resolve

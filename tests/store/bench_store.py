@@ -22,7 +22,18 @@ from kvcontract.memory.binding import Binding
 from kvcontract.pool.request import RequestKv
 from kvcontract.store.policy import KvPrefix, ResolvePolicy
 from kvcontract.store.seal import SealReport
-from kvcontract.tiers.base import Buffers, Capabilities, Code, Codes, Lease, Level, Op, RecordKeys, Rows, SaveClass
+from kvcontract.tiers.base import (
+    Buffers,
+    Capabilities,
+    Code,
+    Codes,
+    Lease,
+    Level,
+    Op,
+    RecordKeys,
+    Rows,
+    SaveClass,
+)
 from kvcontract.tiers.dram import DramTier
 
 PAGE: Final = 4
@@ -88,12 +99,16 @@ class HeldTier:
 
     def lookup(self, keys: RecordKeys, deadline: float) -> Pending[Lease]:
         """The inner answer, when it may come."""
+        del deadline  # held answers come late on purpose
         return self._when_open(
-            "lookup", len(keys), lambda: self.inner.lookup(keys, deadline).map(lambda lease: self.answer(lease))
+            "lookup",
+            len(keys),
+            lambda: self.inner.lookup(keys, math.inf).map(self.answer),
         )
 
     def load(self, lease: Lease, rows: Rows, buffers: Buffers, deadline: float) -> Op:
         """Copies nothing before it may."""
+        del deadline
         op = self._when_open("load", len(rows), lambda: self.inner.load(lease, rows, buffers, math.inf))
         return op.map(self.codes.get("load", lambda codes: codes))
 
@@ -107,6 +122,7 @@ class HeldTier:
         handoff: str | None = None,
     ) -> Op:
         """Copies nothing before it may; a page whose code the test changed is not kept."""
+        del deadline
         change = self.codes.get("save", lambda codes: codes)
         kept = np.flatnonzero(change(np.zeros(len(keys), np.uint8)) == Code.OK)
 
@@ -160,7 +176,9 @@ class HeldTier:
 class Setup:
     """One rank over memory of its own, tiers, and a store, all on one virtual clock."""
 
-    def __init__(self, *, pages: int = 16, tiers: int = 1, model: KvModel | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, pages: int = 16, tiers: int = 1, model: KvModel | None = None, **options: Any
+    ) -> None:
         self.loop = VirtualLoop()
         self.model = model or model_of()
         self.pool = BlockPool(pages=pages, page_tokens=PAGE)

@@ -41,7 +41,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         try:
             return self.run_until_complete(work)
         finally:
-            left = asyncio.all_tasks(self)
-            for task in left:
-                task.cancel()
-            self.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.run_until_complete(_end_others())
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from kvc_conformance.bench import Check
-from kvc_conformance.checks import layout, static
+from kvc_conformance.checks import golden, layout, offload, prefix, static
 
-CHECKS: Final[tuple[Check, ...]] = (*static.CHECKS, *layout.CHECKS)
+CHECKS: Final[tuple[Check, ...]] = (
+    *static.CHECKS,
+    *layout.CHECKS,
+    *golden.CHECKS,
+    *prefix.CHECKS,
+    *offload.CHECKS,
+)

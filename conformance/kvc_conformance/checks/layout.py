@@ -189,10 +189,6 @@ def _own_memory(bench: Bench, _case: str) -> str:
     return "the executor's own arenas fit"
 
 
-def _one(bench: Bench) -> tuple[str, ...]:
-    return (f"page {bench.small.page_tokens}",)
-
-
 def _conversion(bench: Bench, case: str) -> tuple[Fill, list[Message]]:
     model = _model(bench, int(case.split()[1]))
     if not _callables(model):
@@ -214,7 +210,12 @@ def _conversion(bench: Bench, case: str) -> tuple[Fill, list[Message]]:
 
 def _importable(bench: Bench, case: str) -> None:
     """KVC-REPACK-02."""
-    _conversion(bench, case)
+    del case
+    answer = bench.small_child.call("memory.importable").body
+    if not answer["callables"]:
+        raise NotApplicable("the declaration has no callables")
+    if answer["refused"]:
+        raise Failed("\n".join(answer["refused"]))
 
 
 def _well_behaved(bench: Bench, case: str) -> None:
@@ -238,7 +239,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check("KVC-LAYOUT-05", _own_memory),
     Check("KVC-LAYOUT-06", _where_it_lies, _page_cases),
     Check("KVC-LAYOUT-07", _touches_nothing_else, _forms),
-    Check("KVC-REPACK-02", _importable, _one),
+    Check("KVC-REPACK-02", _importable),
     Check("KVC-REPACK-03", _comes_back, _forms),
     Check("KVC-REPACK-04", _well_behaved, _page_cases),
 )

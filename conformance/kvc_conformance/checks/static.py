@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, parse
-from kvcontract.contract.check import Finding, check_model
+from kvcontract.contract.check import check_model
 from kvcontract.contract.clauses import CLAUSES
+from kvcontract.contract.finding import Finding
 
 MANY: Final = 3
 """Findings of one clause that are told in full."""

@@ -20,21 +20,10 @@ def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, An
     """Load the plugin and call its factory; arguments may override ``options``."""
     del arrays
     opened = open_launch(session, arguments.get("options"))
-    findings = [
-        {
-            "clause": item.clause,
-            "path": item.path,
-            "value": item.value if isinstance(item.value, str | int | float | None) else repr(item.value),
-            "allowed": item.allowed,
-            "message": item.message,
-            "where": item.where,
-        }
-        for item in opened.findings
-    ]
     declared = opened.declared
     body = {
         "model": None if declared is None else declared.canonical_json(),
-        "findings": findings,
+        "findings": [item.as_json() for item in opened.findings],
         "samples": list(opened.plugin.samples(opened.ctx)),
         "runs": opened.plugin.implements("kvc_executor"),
         "plugin": opened.plugin.dist,
@@ -43,8 +32,10 @@ def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, An
     return Message(body)
 
 
-def open_launch(session: Session, options: Mapping[str, Any] | None = None) -> Launch:
-    """The launch of the session's job, with the plugin loaded once."""
+def open_launch(
+    session: Session, options: Mapping[str, Any] | None = None, *, dtype: str | None = None
+) -> Launch:
+    """The launch of the session's job, with the plugin loaded once; other options or dtype if asked."""
     job = session.job
     source = Source(job["name"], _path(job["file"]), _path(job["config"]), _path(job["checkpoint"]))
     if "homes" not in job:
@@ -52,7 +43,7 @@ def open_launch(session: Session, options: Mapping[str, Any] | None = None) -> L
         file = Path(plugin.module.__file__ or "")
         job["homes"] = [str(file if source.file else file.parent)]
     merged = {**job["options"], **(options or {})}
-    runtime = Runtime(job["device"], job.get("dtype") or "float32")
+    runtime = Runtime(job["device"], dtype or job.get("dtype") or "float32")
     return launch(source, options=merged, plugin_options=job["plugin_options"], runtime=runtime)
 
 

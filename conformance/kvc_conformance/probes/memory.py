@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
 from kvc_conformance.probes.declare import open_launch
-from kvcontract.contract.errors import KvContractError
-from kvcontract.contract.layout import Layout, Space, layout, parts, wire_record, with_page_tokens
+from kvcontract.contract.errors import KvContractError, PluginFault
+from kvcontract.contract.layout import Layout, Space, layout, with_page_tokens
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.wire import parts, wire_record
 from kvcontract.core.lane import InlineLane
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.repack import resolve
@@ -89,6 +90,21 @@ def roundtrip(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
     worker.close(deadline)
     tier.close(deadline)
     return Message(body, {"after_save": after_save, "restored": memory.image(), **wire})
+
+
+def importable(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Resolve the names of a conversion; ``refused``: why each that cannot be found cannot."""
+    del arguments, arrays
+    repack = declared(session, None).repack
+    if repack is None or isinstance(repack.conversion, str):
+        return Message({"callables": False})
+    refused = []
+    for name in (repack.conversion.to_wire, repack.conversion.from_wire):
+        try:
+            resolve(name)
+        except PluginFault as error:
+            refused.append(str(error))
+    return Message({"callables": True, "refused": refused})
 
 
 def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:

@@ -1,0 +1,340 @@
+"""Level 2, the real model: the plugin's executor over our arenas against the unmodified model, and itself.
+
+Three gates, because each alone can be fooled: float32 against the original (an executor that never reads
+some row equals itself); reused and restored state against a cold run, bit for bit; bfloat16 within bounds.
+The parent chooses prompts and judges; one child runs the plugin's executor, another the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable
+from kvc_conformance.driver import ChildDied, ProbeFailed
+from kvc_conformance.engine_rig import TIMEOUT_S, Batches, Job, Rig, engine_rig
+from kvc_conformance.footprint import Batch, Footprint
+from kvc_conformance.golden import (
+    Distance,
+    Logits,
+    Run,
+    beyond_bounds,
+    differences,
+    margins,
+    wrong_bits,
+    wrong_hit,
+    wrong_logits,
+    wrong_tokens,
+)
+from kvcontract.contract.dtypes import DTYPE_BITS
+from kvcontract.contract.model import KvModel
+from kvcontract.store.policy import DEVICE
+
+NAN: Final = 0xFF
+"""A byte that makes NaN in every float type."""
+
+FILLS: Final = (0xA5, 0x5A)
+"""Small finite numbers, so that even a padding page may be read; no bit is the same in both."""
+
+TIER_BYTES: Final = 1 << 30
+HIT_PAGES: Final = 3
+MANY_SIZES: Final = 3
+
+
+def _reference(bench: Bench, rig: Rig, runs: Sequence[Run]) -> list[Logits]:
+    """The unmodified model's logits of every position, fed the same streams in the same steps."""
+    arguments = {
+        "folder": str(bench.checkpoint),
+        "dtype": rig.dtype,
+        "device": bench.job["device"],
+        "splits": [run.split for run in runs],
+    }
+    arrays = {f"tokens_{number}": run.stream for number, run in enumerate(runs)}
+    answer = bench.reference.call("reference.run", arguments, arrays, timeout_s=TIMEOUT_S)
+    return [answer.arrays[f"logits_{number}"] for number in range(len(runs))]
+
+
+# Gate a
+
+
+def _original(bench: Bench, case: str) -> str:
+    """KVC-PREFIX-01."""
+    dtype, page, kind = _parts(case)
+    chunk = page // 2 + 1 if page > 2 else 5  # noqa: PLR2004 - never a divisor or multiple of a page
+    plan = _alone(page) if kind == "alone" else [_together(page)]
+    jobs = [job for group in plan for job in group]
+    pages = 2 + sum(job.pages(page) for job in jobs)
+    settings = {"max_batch_tokens": 2 * chunk + 3, "max_chunk_tokens": chunk, "max_requests": 5}
+    with engine_rig(bench, f"original {case}", dtype, page, pages=pages, **settings) as rig:
+        _must_be_exact(rig.model)
+        if kind == "mixed" and rig.max_requests == 1:
+            raise NotApplicable("the executor takes one request a step")
+        found = [rig.run(group, poison=NAN) for group in plan]
+        if kind == "mixed" and not any(_is_mixed(batch) for batch in found[0].batches):
+            raise Failed("no step mixed prefill chunks with decodes", fault="suite")
+        hint = ""
+        if bench.kept.get(f"right alone {page}"):
+            hint = "\nalone, requests are right (case alone): look at how a step's requests are told apart"
+        runs = [run for group in found for run in group.runs]
+        expected = _reference(bench, rig, runs)
+        for judge in (lambda run, logits: wrong_logits(run, logits, page), wrong_tokens):
+            _raise_worst(rig, [judge(run, logits) for run, logits in zip(runs, expected, strict=True)], hint)
+    bench.kept[f"right alone {page}"] = kind == "alone"
+    worst = max(
+        float(differences(run.logits, logits).max()) for run, logits in zip(runs, expected, strict=True)
+    )
+    margin = min(
+        float(margins(logits[run.sampled_at]).min()) for run, logits in zip(runs, expected, strict=True)
+    )
+    rows = sum(len(run.positions) for run in runs)
+    return f"largest difference {worst:.2g} at {rows} positions; smallest top-1 margin {margin:.2g}"
+
+
+def _alone(page: int) -> list[list[Job]]:
+    """Prompts that end before, at and after a page's end, and one of several pages, one after another."""
+    lengths = dict.fromkeys([max(1, page - 1), page, page + 1, 3 * page + 5])
+    return [[Job(length, 4, seed=number)] for number, length in enumerate(lengths)]
+
+
+def _together(page: int) -> list[Job]:
+    """Requests that come while others decode."""
+    return [
+        Job(max(1, page - 1), 6, 0, 11),
+        Job(2 * page + 3, 4, 0, 12),
+        Job(page, 6, 1, 13),
+        Job(page + 1, 5, 2, 14),
+        Job(5, 4, 3, 15),
+    ]
+
+
+def _is_mixed(batch: Batch) -> bool:
+    return min(batch.sizes) == 1 and max(batch.sizes) > 1
+
+
+def _must_be_exact(model: KvModel) -> None:
+    """Gate a needs state that is kept as it is computed."""
+    narrow = sorted(
+        {item.dtype for arena in model.arenas for item in arena.fields if DTYPE_BITS[item.dtype] < 32}  # noqa: PLR2004
+    )
+    if narrow:
+        raise CouldNotRun(
+            f"needs float32 state: asked for kv_dtype float32, the plugin declares {', '.join(narrow)}"
+        )
+
+
+def _raise_worst(rig: Rig, faults: Sequence[str | None], hint: str = "") -> None:
+    said = [fault for fault in faults if fault is not None]
+    if said:
+        more = f"\n{len(said) - 1} more of {len(faults)} requests are wrong" if len(said) > 1 else ""
+        rig.fail(said[0] + more + hint)
+
+
+# Gate b
+
+
+def _device_hit(bench: Bench, case: str) -> str:
+    """KVC-PREFIX-02."""
+    dtype, page, _ = _parts(case)
+    jobs = _reused(page)
+    pages = 2 + 2 * sum(job.pages(page) for job in jobs)
+    with engine_rig(
+        bench, f"hit {case}", dtype, page, pages=pages, prefix_cache=True, **_aligned(page)
+    ) as rig:
+        jobs = _fitting(rig, page, jobs)
+        cold, warm = _cold(rig, jobs), _warm(rig, jobs)
+        alone = [rig.run([job], poison=None) for job in _alone_twice(page)]
+        pairs = [*zip(cold.runs, warm.runs, strict=True), (alone[0].runs[0], alone[1].runs[0])]
+        figures = _equal(rig, page, pairs, DEVICE, cold, warm)
+        bench.kept[f"right after a device hit {dtype} {page}"] = True
+        return figures
+
+
+def _restored(bench: Bench, case: str) -> str:
+    """KVC-OFFLOAD-02."""
+    dtype, page, _ = _parts(case)
+    jobs = _reused(page)
+    pages = 2 + sum(job.pages(page) for job in jobs)
+    settings = {"prefix_cache": True, "tier_bytes": TIER_BYTES, **_aligned(page)}
+    with engine_rig(bench, f"restored {case}", dtype, page, pages=pages, **settings) as rig:
+        jobs = _fitting(rig, page, jobs)
+        cold = _cold(rig, jobs)
+        rig.flush()
+        rig.run([Job((pages - 1) * page - 1, 1, seed=99)])  # needs every page, and so evicts all others
+        rig.flush()
+        warm = _warm(rig, jobs, poison=NAN)
+        pairs = list(zip(cold.runs, warm.runs, strict=True))
+        hint = ""
+        if bench.kept.get(f"right after a device hit {dtype} {page}"):
+            hint = "\na hit on pages that stayed on the device is right: what was lost lies beside the arenas"
+        return _equal(rig, page, pairs, "dram", cold, warm, hint)
+
+
+def _aligned(page: int) -> dict[str, int]:
+    """Steps end where hits may end."""
+    return {"max_chunk_tokens": page, "max_batch_tokens": 3 * page + 4}
+
+
+def _reused(page: int) -> list[Job]:
+    """Two that will hit and a short one that cannot, which comes when the others have run their pages."""
+    rest = min(page, 5)
+    return [
+        Job(HIT_PAGES * page + rest, 4, 0, 21),
+        Job(HIT_PAGES * page + max(1, rest - 2), 4, 0, 22),
+        Job(max(1, page - 3), 4, HIT_PAGES, 23),
+    ]
+
+
+def _alone_twice(page: int) -> list[Job]:
+    return [Job(HIT_PAGES * page + min(page, 4), 4, 0, 24)] * 2
+
+
+def _fitting(rig: Rig, page: int, jobs: list[Job]) -> list[Job]:
+    """As many of the jobs as one step takes: cold and warm runs are to be batched alike."""
+    count = min(rig.max_requests, rig.max_batch_tokens // page)
+    if count < 1:
+        raise CouldNotRun(f"needs steps of {page} tokens; the executor takes {rig.max_batch_tokens}")
+    return jobs[:count]
+
+
+def _cold(rig: Rig, jobs: Sequence[Job]) -> Batches:
+    found = rig.run(jobs, poison=NAN)
+    for run in found.runs:
+        _runtime(wrong_hit(run, "", 0) if run.hit_tokens else None)
+    return found
+
+
+def _warm(rig: Rig, jobs: Sequence[Job], poison: int | None = None) -> Batches:
+    return rig.run([Job(job.prompt_tokens, job.new_tokens, 0, job.seed) for job in jobs], poison=poison)
+
+
+def _equal(
+    rig: Rig,
+    page: int,
+    pairs: Sequence[tuple[Run, Run]],
+    source: str,
+    cold: Batches,
+    warm: Batches,
+    hint: str = "",
+) -> str:
+    """Judge pairs of a cold and a warm run whose steps were composed alike."""
+    for before, after in pairs:
+        hit = HIT_PAGES * page if len(before.prompt) > page else 0
+        _runtime(wrong_hit(after, source, hit) if hit else None)
+    if [_shape(batch) for batch in cold.batches[HIT_PAGES:]] != [_shape(batch) for batch in warm.batches]:
+        raise Failed("the cold and the warm run were not batched alike", fault="suite")
+    _raise_worst(rig, [wrong_bits(after, before, page) for before, after in pairs], hint)
+    rows = sum(len(after.positions) for _, after in pairs)
+    hits = sum(after.hit_tokens for _, after in pairs)
+    return f"{rows} positions equal bit for bit after {hits} tokens from {source}"
+
+
+def _shape(batch: Batch) -> tuple[list[int], list[int]]:
+    return list(batch.sizes), list(batch.context)
+
+
+def _runtime(fault: str | None) -> None:
+    if fault is not None:
+        raise Failed(fault, fault="runtime")
+
+
+# Gate c
+
+
+def _bounds(bench: Bench, case: str) -> str:
+    """KVC-PREFIX-03."""
+    dtype, page, kind = _parts(case)
+    chunk = page // 2 + 1 if page > 2 else 5  # noqa: PLR2004 - another split than by pages
+    job = Job(6 * page + 5, 1, seed=31)
+    pages = 2 + 2 * job.pages(page)
+    cut = {"pages": pages, "max_batch_tokens": page + chunk}
+    with engine_rig(bench, f"bounds {case}", dtype, page, max_chunk_tokens=chunk, **cut) as rig:
+        cold = rig.run([job], poison=NAN).runs[0]
+        if kind == "original":
+            expected, other = _reference(bench, rig, [cold])[0], "the unmodified model"
+            _raise_worst(rig, [beyond_bounds(cold, expected, page, other)])
+            return str(Distance.of(cold.logits, expected))
+    with engine_rig(
+        bench, f"bounds {case}", dtype, page, max_chunk_tokens=page, prefix_cache=True, **cut
+    ) as rig:
+        rig.run([Job(2 * page + 1, 1, seed=31)], poison=NAN)
+        warm = rig.run([job]).runs[0]
+        _runtime(wrong_hit(warm, DEVICE, 2 * page))
+        expected = cold.logits[warm.hit_tokens :]
+        other = f"a cold run in chunks of {chunk} instead of {page} tokens"
+        _raise_worst(rig, [beyond_bounds(warm, expected, page, other)])
+        return str(Distance.of(warm.logits, expected))
+
+
+# What a step writes
+
+
+def _writes(bench: Bench, case: str) -> str:
+    """KVC-PREFIX-04."""
+    dtype, page, kind = _parts(case)
+    jobs = [Job(page + max(1, page // 2), 3, seed=41)]
+    if kind == "two requests":
+        jobs.append(Job(max(1, page - 2), 4, seed=42))
+    pages = 3 + sum(job.pages(page) for job in jobs)
+    settings = {"pages": pages, "max_batch_tokens": 2 * page + 2, "max_chunk_tokens": page}
+    found: list[Batches] = []
+    for fill in FILLS:
+        with engine_rig(bench, f"writes {case}", dtype, page, **settings) as rig:
+            if rig.max_requests < len(jobs):
+                raise NotApplicable("the executor takes one request a step")
+            found.append(rig.run(jobs, poison=fill, dump=True))
+    one, two = found
+    if [batch.table.tolist() for batch in one.batches] != [batch.table.tolist() for batch in two.batches]:
+        raise Failed("two equal runs were given other pages", fault="suite")
+    rows = 0
+    for number in range(len(one.batches)):
+        footprint = Footprint(rig.model, rig.places, one.batches[: number + 1])
+        wrong = footprint.judge((one.images[number], two.images[number]), FILLS)
+        if wrong is not None:
+            rig.fail(wrong)
+        rows = footprint.rows
+    return f"{rows} rows an arena written in {len(one.batches)} steps, and no other byte"
+
+
+# Cases
+
+
+def _cases(*kinds: str, dtypes: tuple[str, ...]) -> Callable[[Bench], tuple[str, ...]]:
+    def cases(bench: Bench) -> tuple[str, ...]:
+        try:
+            sizes = _page_sizes(bench.small)
+        except (Failed, ProbeFailed, ChildDied):
+            sizes = (0,)  # the run says why
+        tails = [f", {kind}" for kind in kinds] or [""]
+        return tuple(f"{dtype}, page {size}{tail}" for size in sizes for dtype in dtypes for tail in tails)
+
+    return cases
+
+
+def _page_sizes(model: KvModel) -> tuple[int, ...]:
+    """The sizes that are allowed, or the declared one; of many the least, the greatest and the declared."""
+    sizes = sorted({*model.page_tokens_allowed, model.page_tokens})
+    if len(sizes) > MANY_SIZES:
+        sizes = sorted({sizes[0], model.page_tokens, sizes[-1]})
+    return tuple(sizes)
+
+
+def _parts(case: str) -> tuple[str, int, str]:
+    dtype, page, *kind = (part.strip() for part in case.split(","))
+    return dtype, int(page.split()[1]), kind[0] if kind else ""
+
+
+def _check(clause: str, run: Callable[[Bench, str], str], *kinds: str, dtypes: tuple[str, ...]) -> Check:
+    def judged(bench: Bench, case: str) -> str:
+        _ = bench.small
+        return run(bench, case)
+
+    return Check(clause, judged, _cases(*kinds, dtypes=dtypes))
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    _check("KVC-PREFIX-01", _original, "alone", "mixed", dtypes=("fp32",)),
+    _check("KVC-PREFIX-02", _device_hit, dtypes=("fp32", "bf16")),
+    _check("KVC-PREFIX-03", _bounds, "original", "other split", dtypes=("bf16",)),
+    _check("KVC-PREFIX-04", _writes, "one request", "two requests", dtypes=("fp32",)),
+    _check("KVC-OFFLOAD-02", _restored, dtypes=("fp32", "bf16")),
+)

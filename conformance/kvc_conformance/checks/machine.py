@@ -1,0 +1,241 @@
+"""KVC-PREFIX-07: a seeded random mix of requests over a small pool, compared with a dict of token lists."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kvc_conformance.bench import Bench, Failed
+from kvc_conformance.content import Content
+from kvc_conformance.driver import ProbeFailed
+from kvc_conformance.rig import TOKEN_IDS, Rig, Scope, model_for, prompt, whose
+
+STEPS: Final = 150
+TRACED: Final = 12
+POOL_PAGES: Final = 25
+FAMILIES: Final = 4
+SCOPES: Final[tuple[Scope, ...]] = ({}, {"salt": "x"})
+TIER_PAGES: Final = 20
+_FRAME_BYTES: Final = 256
+ROOM_S: Final = 0.2
+"""How long a resolve may wait for room: nobody else is there to make any."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """What the model knows of a request: no more than its tokens."""
+
+    tokens: list[int]
+    prompt_len: int
+    max_new: int
+    scope: Scope
+    committed: int
+
+    @property
+    def sampled(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+class Machine:
+    """Draws steps, has them executed, and compares.
+
+    Args:
+        bench: the workbench.
+        page: tokens of a page.
+    """
+
+    def __init__(self, bench: Bench, page: int) -> None:
+        self._seed, self._page = bench.seed, page
+        self._rng = np.random.default_rng([bench.seed, page])
+        model = model_for(bench, page, limit_bytes=512)
+        tier = {"capacity_bytes": TIER_PAGES * (page * Content(model).row_bytes + _FRAME_BYTES)}
+        self.rig = Rig(bench, model, pages=POOL_PAGES, tiers=[tier], inline=True)
+        self._live: dict[str, _Live] = {}
+        self._trace: deque[str] = deque(maxlen=TRACED)
+        self._number = 0
+        self.figures = {"requests": 0, "hits": 0, "steps": 0}
+        self._verbs: dict[Callable[[], bool], int] = {
+            self._admit: 4,
+            self._prefill: 6,
+            self._decode: 5,
+            self._revert: 1,
+            self._seal: 2,
+            self._retire: 3,
+            self._drain: 1,
+        }
+
+    def run(self) -> None:
+        """All steps, then retire what is left.
+
+        Raises:
+            Failed: with the seed and the last steps.
+        """
+        verbs = list(self._verbs)
+        weights = np.array(list(self._verbs.values()), float)
+        try:
+            for _ in range(STEPS):
+                while not verbs[self._rng.choice(len(verbs), p=weights / weights.sum())]():
+                    """Nothing to do it to: draw another."""
+                self._look()
+            for name in list(self._live):
+                self._retire_one(name)
+                self._look()
+            self.rig.evict()
+        except Failed as failed:
+            self._fail(failed.evidence.saw)
+        except ProbeFailed as error:
+            self._fail(f"{error.kind}: {error.text}")
+
+    def _fail(self, saw: str) -> None:
+        where = f"seed {self._seed}, pages of {self._page}, pool of {POOL_PAGES - 1}"
+        raise Failed(f"{saw}\n({where})", trace=tuple(self._trace))
+
+    def _draw(self, below: int) -> int:
+        return int(self._rng.integers(below))
+
+    def _pick(self, fits: Callable[[_Live], bool]) -> str | None:
+        names = [name for name, live in self._live.items() if fits(live)]
+        return names[self._draw(len(names))] if names else None
+
+    # Steps: each says whether there was anything to do
+
+    def _admit(self) -> bool:
+        """A prompt of some family, cut somewhere, sometimes with an end of its own."""
+        family, scope = self._draw(FAMILIES), SCOPES[self._draw(len(SCOPES))]
+        whole = prompt(self._seed, self._page, 400 + family, length=8 * self._page)
+        tokens = whole[: 1 + self._draw(len(whole))]
+        if self._draw(2):
+            self._number += 1
+            tokens += prompt(
+                self._seed, self._page, 500 + self._number, length=1 + self._draw(2 * self._page)
+            )
+        max_new = 1 + self._draw(3 * self._page)
+        hit = self.rig.resolve(tokens, scope, deadline_s=ROOM_S)
+        self._trace.append(f"{hit.id}: {len(tokens)} tokens of family {family}, hit {hit.tokens}")
+        if hit.wrong is not None:
+            raise Failed(f"{hit.id}: a hit of {hit.tokens} tokens has wrong content: {hit.wrong}")
+        if hit.tokens % self._page or hit.tokens >= len(tokens):
+            raise Failed(f"{hit.id}: a hit of {hit.tokens} of {len(tokens)} tokens, pages of {self._page}")
+        self.figures["hits"] += hit.tokens > 0
+        arguments: dict[str, Any] = {"id": hit.id, "tokens": tokens, "scope": dict(scope), "max_new": max_new}
+        answer = self.rig.call("admit_request", **arguments).body["answer"]
+        self._trace[-1] += f", + {max_new} new: {answer}"
+        if answer == "RequestKv":
+            self.figures["requests"] += 1
+            self._live[hit.id] = _Live(tokens, len(tokens), max_new, scope, hit.tokens)
+        return True
+
+    def _prefill(self) -> bool:
+        name = self._pick(lambda live: live.committed < live.prompt_len)
+        if name is None:
+            return False
+        live = self._live[name]
+        limit = 1 + self._draw(3 * self._page)
+        end = min(live.prompt_len, live.committed + limit)
+        token = self._draw(TOKEN_IDS)
+        self._step(name, end, max_tokens=limit, token=token)
+        live.committed = end
+        if end == live.prompt_len:
+            live.tokens.append(token)
+        return True
+
+    def _decode(self) -> bool:
+        name = self._pick(lambda live: 0 < live.sampled < live.max_new)
+        if name is None:
+            return False
+        live, token = self._live[name], self._draw(TOKEN_IDS)
+        self._step(name, live.committed + 1, token=token)
+        live.committed += 1
+        live.tokens.append(token)
+        return True
+
+    def _revert(self) -> bool:
+        """A step whose rows were written, and which then came to nothing."""
+        name = self._pick(lambda live: live.committed < live.prompt_len)
+        if name is not None:
+            live = self._live[name]
+            end = min(live.prompt_len, live.committed + 2 * self._page)
+            self._step(name, end, max_tokens=2 * self._page, token=0, revert=True)
+        return name is not None
+
+    def _step(self, name: str, end: int, **arguments: Any) -> None:
+        live = self._live[name]
+        verb = "revert" if arguments.get("revert") else "prefill" if "max_tokens" in arguments else "decode"
+        self._trace.append(f"{name}: {verb} tokens {live.committed} .. {end - 1}")
+        content = self.rig.content.rows(live.tokens, live.committed, end, whose(live.scope))
+        body = self.rig.call("step", {"content": content}, id=name, **arguments).body
+        wanted = (live.committed, end, -(-end // self._page))
+        found = (body["start"], body["end"], len(body["pages"]))
+        if found != wanted:  # B17
+            raise Failed(
+                f"{name}: a step over tokens {found[0]} .. {found[1] - 1} on {found[2]} pages;"
+                f" expected {wanted[0]} .. {wanted[1] - 1} on {wanted[2]}"
+            )
+        self.figures["steps"] += 1
+
+    def _seal(self) -> bool:
+        name = self._pick(lambda live: live.committed >= self._page)
+        if name is not None:
+            self._trace.append(f"{name}: seal")
+            self.rig.call("seal", id=name)
+        return name is not None
+
+    def _retire(self) -> bool:
+        name = self._pick(lambda _: True)
+        if name is not None:
+            self._retire_one(name)
+        return name is not None
+
+    def _retire_one(self, name: str) -> None:
+        live = self._live.pop(name)
+        self._trace.append(f"{name}: retire at {live.committed} of {live.prompt_len} + {live.max_new} tokens")
+        self.rig.call("retire", id=name)
+
+    def _drain(self) -> bool:
+        self._trace.append("drop everything cached on the device")
+        self.rig.call("drain")
+        return True
+
+    # Comparison
+
+    def _look(self) -> None:
+        answer = self.rig.call("look")
+        if answer.body["books"] is not None:
+            raise Failed(answer.body["books"])
+        owners: dict[int, tuple[str, int]] = {}
+        for name, pages in answer.body["pages"].items():
+            self._check_owners(owners, name, pages)
+            live = self._live[name]
+            wrong = self.rig.content.wrong(
+                answer.arrays[name][: live.committed], live.tokens, whose=whose(live.scope)
+            )
+            if wrong is not None:
+                raise Failed(f"{name}: a live page has changed: {wrong}")
+
+    def _check_owners(self, owners: dict[int, tuple[str, int]], name: str, pages: list[int]) -> None:
+        """Two requests share a page only where it is complete, and the same tokens lead to it."""
+        if 0 in pages:
+            raise Failed(f"{name} was given page 0, which is padding")  # B21
+        for number, page in enumerate(pages):
+            other, place = owners.setdefault(page, (name, number))
+            if (other, place) == (name, number):
+                continue
+            mine, theirs, end = self._live[name], self._live[other], (number + 1) * self._page
+            complete = min(mine.committed, theirs.committed) >= end and place == number
+            if not complete or mine.scope != theirs.scope or mine.tokens[:end] != theirs.tokens[:end]:
+                raise Failed(f"page {page} is page {number} of {name} and page {place} of {other} at once")
+
+
+def run_machine(bench: Bench, page: int) -> str:
+    """Run one; returns figures."""
+    machine = Machine(bench, page)
+    machine.run()
+    leaks = machine.rig.leaks()
+    machine.rig.close()
+    if leaks:
+        raise Failed(f"after every request has ended: {', '.join(leaks)} (seed {bench.seed})")
+    return ", ".join(f"{number} {name}" for name, number in machine.figures.items())

@@ -1,0 +1,245 @@
+"""Offload: what leaves the device comes back as it was, or not at all; and everything taken comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed
+from kvc_conformance.content import page_sizes
+from kvc_conformance.driver import ProbeFailed
+from kvc_conformance.rig import SECRET, Rig, model_for, prompt
+from kvcontract.contract.layout import tp_faults
+from kvcontract.contract.model import KvModel, WeightIdentity
+
+PAGE_SIZES: Final = (1, 3, 16)
+MEMORIES: Final = ("page-first", "layer-first")
+RESTORED_ROW_BYTES: Final = 64 * 1024
+STORED_PAGES: Final = 5
+DAMAGED_PAGE: Final = 2
+SHORT_DEADLINE_S: Final = 0.2
+OFFLOAD_05: Final = "KVC-OFFLOAD-05"
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One way a tier is wrong.
+
+    Attributes:
+        kind: see `kvc_conformance.probes.damage`.
+        pages: how long the hit is then.
+        reason: beginning of the reason that is counted.
+        policy: of the resolve that meets it.
+    """
+
+    kind: str
+    pages: int
+    reason: str
+    policy: dict[str, Any]
+
+
+def _damage(kind: str, pages: int, reason: str, **policy: Any) -> Damage:
+    return Damage(kind, pages, f"dram: {reason}", policy)
+
+
+DAMAGES: Final = (
+    _damage("payload bit flipped", DAMAGED_PAGE, "corrupt"),
+    _damage("header byte flipped", DAMAGED_PAGE, "corrupt"),
+    _damage("two records swapped", DAMAGED_PAGE, "corrupt"),
+    _damage("record of another model", DAMAGED_PAGE, "corrupt"),
+    _damage("record is lost", DAMAGED_PAGE, "miss"),
+    _damage("load fails", DAMAGED_PAGE, "failed"),
+    _damage("load raises", 0, "failed"),
+    _damage("load is silent", 0, "load timed out", deadline_s=SHORT_DEADLINE_S),
+    _damage("lookup raises", 0, "lookup failed"),
+    _damage("lookup is silent", 0, "lookup timed out", deadline_s=SHORT_DEADLINE_S),
+    _damage("presence too long", 0, "answered for"),
+    _damage("presence too short", 0, "answered for"),
+)
+
+
+def _restore_cases(bench: Bench) -> tuple[str, ...]:
+    sizes = page_sizes(bench.small, PAGE_SIZES)
+    return tuple(f"page {size}, {memory}" for size in sizes for memory in MEMORIES)
+
+
+def _restore(bench: Bench, case: str) -> str:
+    """KVC-OFFLOAD-01."""
+    size, memory = case.removeprefix("page ").split(", ")
+    page = int(size)
+    model = model_for(bench, page, RESTORED_ROW_BYTES)
+    rig = Rig(bench, model, pages=16, tiers=[{}], layer_first=memory == "layer-first")
+    base = prompt(bench.seed, page, 600, length=3 * page + page // 2 + 1)
+    branch = [*base[:page], *prompt(bench.seed, page, 601, length=2 * page + 1)]
+    for tokens in (base, branch):
+        rig.keep(tokens)
+    rig.evict()
+    other = prompt(bench.seed, page, 602, length=4 * page)  # pages come back to other places than they had
+    busy = rig.compute(other)
+    for tokens in (branch, base):
+        wanted = page * ((len(tokens) - 1) // page)
+        hit = rig.resolve(tokens)
+        rig.release(hit)
+        _judge_restored(hit.tokens, wanted, hit.wrong, hit.sources, hit.degraded)
+    rig.call("retire", id=busy)
+    _nothing_left(rig)
+    return f"{rig.content.row_bytes:,} B a token"
+
+
+def _judge_restored(
+    found: int, wanted: int, wrong: str | None, sources: dict[str, int], degraded: tuple[str, ...]
+) -> None:
+    if wrong is not None:
+        raise Failed(f"pages that came back through the DRAM tier are not what they were: {wrong}")
+    if found != wanted:
+        raise Failed(
+            f"{wanted} tokens were stored and evicted from the device; {found} came back"
+            f" ({'; '.join(degraded) or 'no reason given'})"
+        )
+    if not sources.get("dram") or sum(sources.values()) != found:
+        raise Failed(f"{found} tokens came back from the DRAM tier; the sources say {sources}")
+
+
+def _nothing_left(rig: Rig) -> None:
+    rig.call("flush")
+    leaks = rig.leaks()
+    rig.close()
+    if leaks:
+        raise Failed(f"nothing is going on any more, and still: {', '.join(leaks)}")
+
+
+def _damaged(bench: Bench, case: str) -> str:
+    """KVC-OFFLOAD-03."""
+    chosen = next((damage for damage in DAMAGES if damage.kind == case), None)
+    page = page_sizes(bench.small, (3,))[0]
+    tokens = prompt(bench.seed, 700, length=STORED_PAGES * page + 1)
+    damage = None if chosen is None else {"kind": chosen.kind, "page": DAMAGED_PAGE}
+    rig = Rig(bench, model_for(bench, page), pages=16, tiers=[{"damage": damage}])
+    try:
+        rig.keep(tokens)
+        rig.evict()
+        wanted = STORED_PAGES if chosen is None else chosen.pages
+        _meet(rig, tokens, wanted * page, chosen)
+        _again(rig, tokens, wanted * page)
+        rig.call("mend")
+        _heal(rig, tokens)
+    except ProbeFailed as error:
+        raise Failed(f"{case}: a tier's failure reached the caller: {error.kind}: {error.text}") from error
+    _nothing_left(rig)
+    return "hit in full" if chosen is None else f"hit {wanted} of {STORED_PAGES} pages"
+
+
+def _meet(rig: Rig, tokens: list[int], wanted: int, chosen: Damage | None) -> None:
+    """The first resolve that meets the damage."""
+    hit = rig.resolve(tokens, **({} if chosen is None else chosen.policy))
+    rig.release(hit)
+    if hit.wrong is not None:
+        raise Failed(f"damaged bytes were served: {hit.wrong}")
+    if hit.tokens != wanted:
+        raise Failed(f"the hit is {hit.tokens} tokens; expected {wanted}: up to the damage, and no more")
+    reasons = [] if chosen is None else [item for item in hit.degraded if item.startswith(chosen.reason)]
+    if chosen is not None and not reasons:
+        raise Failed(f"no reason begins with {chosen.reason!r}: {list(hit.degraded) or 'none is given'}")
+    counted = rig.call("gauges").body["degraded"]
+    if any(not counted.get(reason) for reason in reasons):
+        raise Failed(f"the reason {reasons[0]!r} is not counted; counters: {counted}")
+
+
+def _again(rig: Rig, tokens: list[int], wanted: int) -> None:
+    """The tier stays damaged, nobody is misled the second time (H3)."""
+    hit = rig.resolve(tokens, deadline_s=SHORT_DEADLINE_S)
+    rig.release(hit)
+    if hit.wrong is not None or hit.tokens < wanted:
+        raise Failed(
+            f"asked again, the hit is {hit.tokens} of {wanted} tokens; {hit.wrong or 'content is right'}"
+        )
+
+
+def _heal(rig: Rig, tokens: list[int]) -> None:
+    """Whole again, and computed again: everything is stored."""
+    rig.keep(tokens, hit=rig.resolve(tokens))
+    rig.evict()
+    hit = rig.resolve(tokens)
+    rig.release(hit)
+    if hit.wrong is not None or hit.tokens != len(tokens) - 1:
+        raise Failed(
+            f"after the damage has ended and the prompt ran again, {hit.tokens} of {len(tokens) - 1} tokens"
+            f" come back; {hit.wrong or 'content is right'}"
+        )
+
+
+def _idle(bench: Bench, _case: str) -> str:
+    """KVC-OFFLOAD-04."""
+    page = page_sizes(bench.small, (3,))[0]
+    model = model_for(bench, page, limit_bytes=512)
+    rig = Rig(bench, model, pages=16, tiers=[{"capacity_bytes": 12 * (page * 512 + 512)}])
+    families = [prompt(bench.seed, 800, number, length=6 * page) for number in range(4)]
+    done = rig.call("churn", families=families, threads=3, rounds=40, seed=bench.seed).body
+    rig.call("flush")
+    leaks = rig.leaks()
+    if leaks:
+        raise Failed(f"at idle after a mixed run (seed {bench.seed}): {', '.join(leaks)}")
+    books = rig.call("look").body["books"]
+    if books is not None:
+        raise Failed(f"at idle after a mixed run (seed {bench.seed}): {books}")
+    ended = rig.close()
+    if not ended["report"]["drained"]:
+        raise Failed(f"close left something running: {ended['report']}")
+    if ended["after"] != "UsageFault":
+        raise Failed(
+            f"a resolve after close answered with {ended['after'] or 'a prefix'}; expected UsageFault"
+        )
+    return ", ".join(f"{number} {name}" for name, number in done.items())
+
+
+def _refusals(bench: Bench, case: str) -> str:
+    """KVC-OFFLOAD-05."""
+    page = page_sizes(bench.small, (3,))[0]
+    model = model_for(bench, page)
+    nameless = model.model_copy(update={"weights": WeightIdentity(kind="unresolved")})
+    named = model.model_copy(update={"weights": WeightIdentity(kind="digest", value="0" * 32)})
+    match case:
+        case "lasting tier, unresolved weights":
+            for claim in ("persistent", "shared"):
+                _must(bench, nameless, f"a {claim} tier", tiers=[{"claims": {claim: True}}], secret=SECRET)
+        case "lasting tier, resolved weights":
+            lasting = {"claims": {"persistent": True}}
+            _must(bench, named, None, tiers=[lasting], secret=SECRET)
+        case "DRAM tier, tp 1":
+            _must(bench, nameless, None, tiers=[{}])
+        case _:
+            if faults := tp_faults(model, 2):
+                raise CouldNotRun(f"the declaration cannot be cut over 2 workers: {faults[0]}")
+            _must(bench, named, "a tier at tp 2", tiers=[{}], tp=2)
+            _must(bench, named, None, tiers=[], tp=2)
+    return ""
+
+
+def _must(bench: Bench, model: KvModel, refused: str | None, **more: Any) -> None:
+    """Building a store must be refused, for what is named, or served."""
+    rig_arguments = {"store": "refused", "model": model.canonical_json(), "pages": 8, **more}
+    found = bench.small_child.call("store.refusal", rig_arguments).body
+    if refused is None and found["clauses"] is not None:
+        raise Failed(f"this must be served, and was refused: {found['text']}")
+    if refused is not None and found["clauses"] is None:
+        weights = model.weights.kind
+        raise Failed(f"{refused} (weights: {weights}) must be refused with {OFFLOAD_05}, and was accepted")
+    if refused is not None and set(found["clauses"]) != {OFFLOAD_05}:
+        raise Failed(f"{refused} was refused with {found['clauses']}, not {OFFLOAD_05}: {found['text']}")
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    Check("KVC-OFFLOAD-01", _restore, _restore_cases),
+    Check("KVC-OFFLOAD-03", _damaged, lambda _: ("nothing is damaged", *(item.kind for item in DAMAGES))),
+    Check("KVC-OFFLOAD-04", _idle),
+    Check(
+        OFFLOAD_05,
+        _refusals,
+        lambda _: (
+            "lasting tier, unresolved weights",
+            "lasting tier, resolved weights",
+            "DRAM tier, tp 1",
+            "DRAM tier, tp 2",
+        ),
+    ),
+)

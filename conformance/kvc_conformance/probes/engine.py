@@ -1,0 +1,321 @@
+"""Probes that run the plugin's executor in our engine and hand back what it computed and what it wrote."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvc_conformance.channel import Message
+from kvc_conformance.child import Session
+from kvc_conformance.probes.declare import open_launch
+from kvcontract.contract.errors import InternalFault, KvContractError, PluginFault
+from kvcontract.contract.executor import Executor, FieldRef, HfLayers, Limits, OwnsArenas, Step, StepOutput
+from kvcontract.core.lane import ThreadLane
+from kvcontract.core.launch import Launch
+from kvcontract.engine.build import Assembly, EngineLimits, assemble, bind_memory, generic_executor
+from kvcontract.engine.checkpoint import load_model
+from kvcontract.engine.request import Result
+from kvcontract.memory.binding import Binding
+from kvcontract.tiers.dram import DramTier
+
+CALM_S: Final = 60.0
+POLL_S: Final = 0.0005
+
+
+def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Put an engine together under a name.
+
+    Arguments: ``id``, ``dtype`` (computed in, and kept in where the plugin honours it), ``page_tokens``,
+    ``pages``, ``tier_bytes`` (of a DRAM tier; 0: none), ``prefix_cache``, ``max_batch_tokens``,
+    ``max_chunk_tokens``, ``max_requests``; limits are cut to what the executor takes.
+    Returns ``model`` (JSON), ``vocab_size``, ``max_context_tokens``, ``max_requests``, ``max_batch_tokens``,
+    ``where`` (whose code runs the model), ``arenas``: name -> [region, offset, stride, blocks], see `run`.
+    """
+    del arrays
+    torch.set_num_threads(1)  # small matrices: threads cost more than they save
+    opened = _open(session, arguments["dtype"], arguments["page_tokens"])
+    runner, where = _runner(session, opened)
+    recorder = _OwningRecorder(runner) if isinstance(runner, OwnsArenas) else _Recorder(runner)
+    bounds = runner.limits
+    batch = min(arguments["max_batch_tokens"], bounds.max_tokens)
+    requests = min(arguments["max_requests"], bounds.max_requests, batch)
+    limits = EngineLimits(
+        max_batch_tokens=batch, max_chunk_tokens=arguments["max_chunk_tokens"], max_requests=requests
+    )
+    with ExitStack() as undo:
+        tiers = []
+        if arguments["tier_bytes"]:
+            lane = ThreadLane("suite-dram")
+            undo.callback(lane.close, CALM_S)
+            tiers.append(DramTier(arguments["tier_bytes"], lane=lane))
+        parts = undo.enter_context(
+            assemble(
+                opened.model,
+                recorder,
+                pages=arguments["pages"],
+                device=session.job["device"],
+                tiers=tiers,
+                prefix_cache=arguments["prefix_cache"],
+                limits=limits,
+            )
+        )
+        session.objects[arguments["id"]] = _Running(parts, recorder, undo.pop_all())
+    body = {
+        "model": opened.model.canonical_json(),
+        "vocab_size": bounds.vocab_size,
+        "max_context_tokens": bounds.max_context_tokens,
+        "max_requests": requests,
+        "max_batch_tokens": batch,
+        "where": where,
+        "arenas": _places(parts.bindings),
+    }
+    return Message(body)
+
+
+def run(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Run requests to their ends; greedy, to the full length, keeping the logits of every row that is run.
+
+    Arguments: ``id``; ``requests``: each ``new_tokens`` and ``after``, the step before which it comes;
+    ``poison``: a byte to fill the arenas with first, or null; ``dump``: copy the arenas after every step.
+    Arrays: ``prompt_N`` int64[n].
+    Returns ``requests``, each ``tokens, finish, reason, hit_tokens, sources, split``, with ``logits_N``
+    float32[k, vocab] and ``positions_N`` int64[k]; ``steps``, each ``sizes`` and ``context`` by request of
+    the batch, with ``table_S`` int32[b, p]; if dumped, ``image_S_R`` uint8[bytes] by step and region.
+    """
+    running: _Running = session.objects[arguments["id"]]
+    engine, recorder = running.parts.engine, running.recorder
+    if arguments["poison"] is not None:
+        for region in _regions(running.parts.bindings):
+            region.fill_(arguments["poison"])
+    recorder.begin(_regions(running.parts.bindings) if arguments["dump"] else [])
+    wanted = arguments["requests"]
+    ids: dict[int, int] = {}
+    results: dict[int, Result] = {}
+    for step in itertools.count():
+        for number, request in enumerate(wanted):
+            if request["after"] == step:
+                prompt = np.array(arrays[f"prompt_{number}"])
+                new = request["new_tokens"]
+                ids[number] = engine.submit(prompt, new, stop_token_ids=(), capture_logits="all")
+                _settle(running)  # one after another, so that they join in this order
+        began = time.monotonic()
+        while not engine.step() and not engine.idle:  # pages that are being saved are not free yet
+            if time.monotonic() - began > CALM_S:
+                raise InternalFault(f"no request moved for {CALM_S:g} s: {engine.gauges()}")
+            time.sleep(POLL_S)
+        results |= engine.take_results()
+        if len(results) == len(wanted):
+            break
+    ended = [results[ids[number]] for number in range(len(wanted))]
+    body = {"requests": [_told(result) for result in ended], "steps": recorder.told()}
+    return Message(body, {**_captured(ended), **recorder.arrays()})
+
+
+def flush(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Wait until every save has landed.  Arguments: ``id``.  Returns ``landed``."""
+    del arrays
+    running: _Running = session.objects[arguments["id"]]
+    store = running.parts.store
+    return Message({"landed": store is not None and store.flush(deadline_s=CALM_S)})
+
+
+def stop(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Close an engine and forget it; one that is not there is closed.  Arguments: ``id``."""
+    del arrays
+    running: _Running | None = session.objects.pop(arguments["id"], None)
+    if running is not None:
+        running.end.close()
+    return Message({})
+
+
+def own_arenas(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Bind the memory that the plugin's executor brings.
+
+    Arguments: ``blocks``.  Returns ``owns`` (whether it brings any), ``refused`` (the message, or null) and
+    ``where`` (its line).
+    """
+    del arrays
+    opened = _open(session, "float32", None)
+    runner: Any = opened.plugin.call("kvc_executor", opened.ctx)
+    if isinstance(runner, HfLayers) or not isinstance(runner, OwnsArenas):
+        return Message({"owns": False, "refused": None, "where": None})
+    body = {"owns": True, "refused": None, "where": _line(type(runner).arenas)}
+    try:
+        bind_memory(opened.model, cast("Executor", runner), arguments["blocks"], session.job["device"])
+    except KvContractError as error:
+        body["refused"] = str(error)
+    return Message(body)
+
+
+# The plugin
+
+
+def _open(session: Session, dtype: str, page_tokens: int | None) -> Launch:
+    """The launch for a precision; a plugin that cannot keep it is asked for what it keeps by itself."""
+    options = {"page_tokens": page_tokens or session.job["options"].get("page_tokens"), "tp": 1}
+    opened = open_launch(session, {**options, "kv_dtype": dtype}, dtype=dtype)
+    if any(finding.path == "options.kv_dtype" for finding in opened.findings):
+        opened = open_launch(session, {**options, "kv_dtype": None}, dtype=dtype)
+    return opened
+
+
+def _runner(session: Session, opened: Launch) -> tuple[Executor, str | None]:
+    """The plugin's executor, or the generic one for its map; and the line of whichever the plugin wrote."""
+    ctx = opened.ctx
+    runner = opened.plugin.call("kvc_executor", ctx)
+    if isinstance(runner, HfLayers):
+        key = f"model {ctx.checkpoint} {ctx.dtype}"
+        if key not in session.objects:
+            session.objects[key] = load_model(str(ctx.checkpoint), ctx.device, ctx.dtype)
+        where = _line(getattr(opened.plugin.module, "kvc_executor", None))
+        return generic_executor(opened.model, runner, hf_model=session.objects[key]), where
+    if not all(hasattr(runner, name) for name in ("limits", "bind", "forward")):
+        raise PluginFault(
+            f"kvc_executor returned a {type(runner).__name__}; expected an Executor (limits, bind, forward)"
+            " or HfLayers"
+        )
+    executor: Executor = runner
+    return executor, _line(type(executor).forward)
+
+
+def _line(function: Any) -> str | None:
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+# Running
+
+
+@dataclass(slots=True)
+class _Running:
+    parts: Assembly
+    recorder: _Recorder
+    end: ExitStack
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """An executor that notes what each step was made of, and optionally what memory looked like after it."""
+
+    inner: Executor
+    _steps: list[Step] = field(default_factory=list)
+    _regions: list[Tensor] = field(default_factory=list)
+    _images: list[list[NDArray[np.uint8]]] = field(default_factory=list)
+
+    @property
+    def limits(self) -> Limits:
+        return self.inner.limits
+
+    def bind(self, views: Mapping[FieldRef, Tensor]) -> None:
+        self.inner.bind(views)
+
+    def forward(self, step: Step) -> StepOutput:
+        output = self.inner.forward(step)
+        self._steps.append(step)
+        if self._regions:
+            self._images.append([region.cpu().numpy().copy() for region in self._regions])
+        return output
+
+    def begin(self, regions: list[Tensor]) -> None:
+        """Forget the steps so far; copy these regions after each step to come."""
+        self._steps, self._images, self._regions = [], [], regions
+
+    def told(self) -> list[dict[str, list[int]]]:
+        """Each step's requests: tokens and context."""
+        return [
+            {"sizes": np.diff(step.query_start).tolist(), "context": step.context_len.tolist()}
+            for step in self._steps
+        ]
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Page tables and images."""
+        tables = {
+            f"table_{number}": table
+            for number, step in enumerate(self._steps)
+            for table in step.page_table.values()  # one space is served (KVC-DECL-12)
+        }
+        images = {
+            f"image_{number}_{region}": image
+            for number, taken in enumerate(self._images)
+            for region, image in enumerate(taken)
+        }
+        return {**tables, **images}
+
+
+class _OwningRecorder(_Recorder):
+    """The same for an executor that brings its memory."""
+
+    def arenas(self, blocks: Mapping[str, int]) -> Mapping[str, Tensor]:
+        owner: Any = self.inner
+        found: Mapping[str, Tensor] = owner.arenas(blocks)
+        return found
+
+
+def _settle(running: _Running) -> None:
+    """Wait until the prefixes of all requests are known: batches are then the same each time."""
+    while running.parts.engine.gauges()["resolving"]:  # its own deadline ends it
+        time.sleep(POLL_S)
+
+
+def _told(result: Result) -> dict[str, Any]:
+    return {
+        "tokens": list(result.tokens),
+        "finish": result.finish.value,
+        "reason": result.reason,
+        "hit_tokens": result.hit_tokens,
+        "sources": dict(result.sources),
+        "split": list(result.split),
+    }
+
+
+def _captured(results: list[Result]) -> dict[str, NDArray[Any]]:
+    found: dict[str, NDArray[Any]] = {}
+    for number, result in enumerate(results):
+        if result.logits is not None and result.positions is not None:
+            found[f"logits_{number}"] = result.logits.float().numpy()
+            found[f"positions_{number}"] = result.positions
+    return found
+
+
+# Memory
+
+
+def _spans(bindings: Mapping[str, Binding]) -> Iterator[tuple[Tensor, int, int]]:
+    """(storage, begin, end) of every stretch of memory in which blocks lie."""
+    arenas = [arena for binding in bindings.values() for arena in binding.arenas.values()]
+    for address in dict.fromkeys(arena.storage.data_ptr() for arena in arenas):
+        here = [arena for arena in arenas if arena.storage.data_ptr() == address]
+        begin = min(arena.offset_bytes for arena in here)
+        end = max(arena.offset_bytes + arena.blocks * arena.stride_bytes for arena in here)
+        yield here[0].storage, begin, min(end, len(here[0].storage))
+
+
+def _regions(bindings: Mapping[str, Binding]) -> list[Tensor]:
+    return [storage[begin:end] for storage, begin, end in _spans(bindings)]
+
+
+def _places(bindings: Mapping[str, Binding]) -> dict[str, list[int]]:
+    """Per arena: its region, block 0 in it, bytes between blocks, blocks."""
+    spans = {
+        storage.data_ptr(): (number, begin) for number, (storage, begin, _) in enumerate(_spans(bindings))
+    }
+    return {
+        name: [
+            spans[arena.storage.data_ptr()][0],
+            arena.offset_bytes - spans[arena.storage.data_ptr()][1],
+            arena.stride_bytes,
+            arena.blocks,
+        ]
+        for binding in bindings.values()
+        for name, arena in binding.arenas.items()
+    }

@@ -1,0 +1,67 @@
+"""Probes that know no plugin: they build small checkpoints and run the unmodified Hugging Face model.
+
+The model has its own cache and its own attention, and finds positions and masks by itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvc_conformance.channel import Message
+from kvc_conformance.child import Session
+from kvcontract.contract.errors import require
+from kvcontract.engine.checkpoint import load_model, random_checkpoint
+
+
+def build(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Write a checkpoint of seeded random weights.  Arguments: ``config``, ``folder``, ``seed``."""
+    del session, arrays
+    random_checkpoint(arguments["config"], arguments["folder"], arguments["seed"])
+    return Message({})
+
+
+def run(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Run token streams, each cut as it is told, and return the logits of every position.
+
+    Arguments: ``folder``, ``dtype``, ``device``, ``splits`` (tokens of each step, for each stream).
+    Arrays: ``tokens_N`` int64[n].  Returns ``logits_N`` float32[n, vocab].
+    """
+    torch.set_num_threads(1)  # small matrices: threads cost more than they save
+    model = _model(session, arguments["folder"], arguments["dtype"], arguments["device"])
+    found = {
+        f"logits_{number}": _logits(model, arrays[f"tokens_{number}"], split)
+        for number, split in enumerate(arguments["splits"])
+    }
+    return Message({}, found)
+
+
+@torch.no_grad()
+def _logits(model: Any, tokens: NDArray[np.int64], split: list[int]) -> NDArray[np.float32]:
+    cache = require("transformers", "hf").DynamicCache(config=model.config.get_text_config(decoder=True))
+    parameters = inspect.signature(model.forward).parameters
+    arguments: dict[str, Any] = {"cache" if "cache" in parameters else "past_key_values": cache}
+    device = next(model.parameters()).device
+    ids = torch.tensor(tokens, device=device).unsqueeze(0)
+    found = []
+    for begin, end in pairwise(np.cumsum([0, *split]).tolist()):
+        if "logits_to_keep" in parameters:
+            # The engine says which rows it wants; said here too, the matrix products have equal shapes.
+            arguments["logits_to_keep"] = torch.arange(end - begin, device=device)
+        output = model(input_ids=ids[:, begin:end], use_cache=True, **arguments)
+        found.append(output.logits[0].float().cpu())
+    logits: NDArray[np.float32] = torch.cat(found).numpy()
+    return logits
+
+
+def _model(session: Session, folder: str, dtype: str, device: str) -> Any:
+    key = f"model {folder} {dtype}"
+    if key not in session.objects:
+        session.objects[key] = load_model(folder, device, dtype)
+    return session.objects[key]

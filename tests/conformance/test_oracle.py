@@ -1,0 +1,183 @@
+"""The oracle against a plain loop over the strides of contract.layout: two answers that share no code."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from kvc_conformance.oracle import PADDING, Fill, Map, compare, device_map, digits, wire_map
+from kvcontract import Arena, Field, Group, KvModel, WeightIdentity
+from kvcontract.contract.layout import ArenaLayout, layout
+from kvcontract.contract.model import Repack
+from kvcontract.contract.wire import parts, wire_record
+
+BLOCKS = 3
+
+
+def field(name: str, dtype: str = "bfloat16", shard: str | None = "head", **axes: int) -> Field:
+    """A field; by default 4 heads of 3 channels."""
+    return Field(name=name, dtype=dtype, axes=axes or {"head": 4, "dim": 3}, shard_axis=shard)
+
+
+def model_of(*arenas: Arena, page_tokens: int = 6, repack: Repack | None = None) -> KvModel:
+    """One group of full attention."""
+    return KvModel(
+        contract=1,
+        name="toy",
+        weights=WeightIdentity(kind="unresolved"),
+        numerics="test",
+        page_tokens=page_tokens,
+        groups=(Group(name="kv"),),
+        arenas=arenas,
+        repack=repack,
+    )
+
+
+def arena(number: int, *fields: Field, build: str = "planes", **more: int) -> Arena:
+    """An arena of one layer."""
+    made: Arena = getattr(Arena, build)(
+        name=f"layer.{number}", group="kv", layer=number, fields=fields, **more
+    )
+    return made
+
+
+K, V = field("k"), field("v", "float32")
+LATENT = field("latent", "float8_e4m3fn", None, dim=5)
+TURNED = tuple(
+    arena(number, field("k", dim=3, head=4), field("v", "float32", dim=3, head=4)) for number in range(2)
+)
+MODELS = {
+    "planes": model_of(arena(0, K, V), arena(1, K, V)),
+    "rows": model_of(arena(0, K, field("v"), build="rows"), page_tokens=5),
+    "one token": model_of(arena(0, K, V), page_tokens=1),
+    "token inside": model_of(
+        arena(0, field("k", head=4, token=1, dim=3), field("v", head=4, dim=3, token=1))
+    ),
+    "replicated beside sharded": model_of(arena(0, K, LATENT), arena(1, LATENT, build="rows")),
+    "half bytes": model_of(arena(0, field("k", "int4", None, dim=6))),
+    "several tokens a row": model_of(arena(0, LATENT, tokens_per_row=3), arena(1, K)),
+    "aligned": model_of(arena(0, LATENT, align_bytes=64), arena(1, K, stride_multiple_bytes=96)),
+    "turned on the wire": model_of(arena(0, K, V), arena(1, K, V), repack=Repack(arenas=TURNED)),
+}
+
+
+def walked(fill: Fill, arenas: tuple[ArenaLayout, ...], size: int, block: int, cut: object) -> Map:
+    """Every element of every field, put where offset and strides say; `cut` gives the part of an axis."""
+    serial = np.full(size, PADDING)
+    byte, width = np.zeros(size, np.uint8), np.ones(size, np.uint8)
+    for laid in arenas:
+        for item in laid.fields:
+            name = (laid.name, item.name)
+            numbers, device = fill.serials(name)[block], device_axes(fill.model, name)
+            numbers = np.transpose(numbers, [device.index(axis) for axis in item.axes])
+            first = [cut(name, axis) for axis in item.axes]  # type: ignore[operator]
+            for at in product(*(range(extent) for extent in item.shape)):
+                start = laid.offset_bytes + item.offset_bytes
+                start += sum(i * stride for i, stride in zip(at, item.strides_bytes, strict=True))
+                here = slice(start, start + item.element_bytes)
+                serial[here] = numbers[tuple(i + begin for i, begin in zip(at, first, strict=True))]
+                byte[here], width[here] = np.arange(item.element_bytes), item.element_bytes
+    return Map(serial, byte, width)
+
+
+def device_axes(model: KvModel, name: tuple[str, str]) -> tuple[str, ...]:
+    """The order in which the fill counts a field's axes."""
+    (found,) = (
+        item.axes for laid in layout(model).space("full").arenas for item in laid.fields
+        if (laid.name, item.name) == name
+    )  # fmt: skip
+    return found
+
+
+def same(found: Map, wanted: Map) -> None:
+    """Equal content in equal places."""
+    assert len(found.serial) == len(wanted.serial)
+    assert (found.serial == wanted.serial).all()
+    assert (found.byte == wanted.byte)[wanted.content].all()
+    assert (found.width == wanted.width)[wanted.content].all()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_device_map_agrees_with_the_strides(name: str, tp: int) -> None:
+    """KVC-LAYOUT-06: page-first blocks of every worker, padding included."""
+    model = MODELS[name]
+    fill = Fill(model, BLOCKS)
+    shard = {(a.name, f.name): f.shard_axis for a in model.arenas for f in a.fields}
+    for worker in range(tp):
+        space = layout(model, worker, tp).space("full")
+
+        def cut(name: tuple[str, str], axis: str, worker: int = worker) -> int:
+            return worker * 4 // tp if shard[name] == axis else 0
+
+        for block in range(BLOCKS):
+            wanted = walked(fill, space.arenas, space.stride_bytes, block, cut)
+            same(device_map(fill, block, worker, tp), wanted)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_wire_map_agrees_with_the_strides(name: str, shards: int) -> None:
+    """KVC-REPACK-03: the dense payload of every shard."""
+    model = MODELS[name]
+    fill = Fill(model, BLOCKS)
+    for shard in range(shards):
+        record = wire_record(model, parts(model)[0], shard, shards)
+
+        def cut(name: tuple[str, str], axis: str, record: object = record) -> int:
+            span = record.cuts[name]  # type: ignore[attr-defined]
+            return span[1] if span is not None and span[0] == axis else 0
+
+        if record.arenas:
+            wanted = walked(fill, record.arenas, record.payload_bytes, 1, cut)
+            assert wanted.content.all()
+            same(wire_map(fill, 1, shard, shards), wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_number_is_given_once_and_known(name: str) -> None:
+    """Serial numbers are distinct, none is 0, and each tells where it belongs."""
+    fill = Fill(MODELS[name], BLOCKS)
+    numbers = np.concatenate([fill.serials(item).ravel() for item in fill.fields()])
+    assert sorted(numbers.tolist()) == list(range(1, fill.count))
+    assert fill.where(0) is None
+    assert fill.where(fill.count) is None
+    for item in fill.fields():
+        at = tuple(extent - 1 for extent in fill.serials(item).shape)
+        found = fill.where(int(fill.serials(item)[at]))
+        assert found is not None
+        assert (found.arena, found.field, found.block) == (*item, at[0])
+        assert tuple(found.at.values()) == at[1:]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_passes_carry_the_whole_number(width: int) -> None:
+    """The digits of all passes, put together, are the number."""
+    numbers = np.array([1, 255, 256, 70_000, 2**31], np.int64)
+    passes = -(-8 // width)
+    joined = np.concatenate([digits(numbers, width, number) for number in range(passes)], axis=-1)
+    assert joined.view("<i8").ravel().tolist() == numbers.tolist()
+
+
+def test_a_wrong_byte_decodes_to_where_it_came_from() -> None:
+    """A swap is told by both places; equal memory, and padding of any kind, by nothing."""
+    fill = Fill(MODELS["aligned"], BLOCKS)
+    where = device_map(fill, 2)
+    images = [where.expected(number) for number in range(fill.passes)]
+    for image in images:
+        image[~where.content] = 0xEE
+    assert compare(images, where, fill) is None
+    other = device_map(fill, 1)
+    swapped = [
+        np.where(np.arange(len(image)) < 5, other.expected(number), image)
+        for number, image in enumerate(images)
+    ]
+    told = compare(swapped, where, fill)
+    assert told is not None
+    assert "found the value of layer 0 LATENT page 1 token 0 dim 0" in told
+    assert "where layer 0 LATENT page 2 token 0 dim 0 belongs (5 element(s)" in told
+    blank = [np.zeros_like(image) for image in images]
+    assert "belongs nowhere" in str(compare(blank, where, fill))
+    assert "B were found where" in str(compare([image[1:] for image in images], where, fill))
