@@ -47,7 +47,7 @@ class Active:
     @property
     def prefilling(self) -> bool:
         """Whether tokens of the prompt are still to be run."""
-        return self.kv.committed_tokens < self.kv.prompt_len
+        return self.kv.prefilling
 
     def schedule_decode(self, drafter: Drafter | None, most_tokens: int) -> Chunk:
         """The next decode step: one token, and as many proposals as the step has room for."""
@@ -70,7 +70,7 @@ class Active:
         """
         stops = self.request.stop_token_ids
         new: tuple[int, ...] = ()
-        if chunk.start < self.kv.prompt_len:
+        if self.kv.prefilling:
             token = self._first(logits) if chunk.emits else None
             self.kv.apply_prefill(chunk, token)
             new = () if token is None else (token,)

@@ -182,26 +182,21 @@ class Engine:
         if count < 1 or (count > 1 and not self._bindings):
             raise UsageFault(f"count {count}: expected 1 or more; more than 1 needs the engine's bindings")
         tokens = check_prompt(prompt, max_new_tokens, self._limits)
-        stops = self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
-        kept: Capture = (
-            capture_logits if isinstance(capture_logits, str) else "sampled" if capture_logits else "none"
+        capture: Capture = "sampled" if capture_logits is True else capture_logits or "none"
+        whole = Request(
+            id=-1,
+            prompt=tokens,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            scope=scope or Scope(),
+            stop_token_ids=self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids),
+            capture=capture,
+            policy=policy,
         )
         with self._lock:
             if self._closed:
                 raise UsageFault("the engine is closed: it takes no more work")
-            made = [
-                Request(
-                    id=next(self._ids),
-                    prompt=tokens,
-                    max_new_tokens=max_new_tokens,
-                    sampling=sampling.branch(number),
-                    scope=scope or Scope(),
-                    stop_token_ids=stops,
-                    capture=kept,
-                    policy=policy,
-                )
-                for number in range(count)
-            ]
+            made = [whole.branch(next(self._ids), number) for number in range(count)]
             self._open.update(request.id for request in made)
         pages = -(-(len(tokens) + max_new_tokens) // self.pool.page_tokens)
         if pages > self.pool.total:
@@ -233,6 +228,11 @@ class Engine:
         """Whether every request has its result."""
         with self._lock:
             return not self._open
+
+    @property
+    def keyer(self) -> Keyer:
+        """Derives the page keys of its requests."""
+        return self._line.keyer
 
     def gauges(self) -> dict[str, int]:
         """Requests by where they are; all 0 at idle (R8)."""
@@ -390,7 +390,8 @@ class Engine:
         try:
             if self.store is None or finish is Finish.FAILED:
                 with item.kv:  # reverts a step that came to nothing, and releases
-                    pass
+                    if finish is Finish.FAILED:
+                        item.kv.mark_reset(0)  # suspect bytes are nobody's prefix (B13)
             else:
                 self.store.retire(item.kv)
         finally:

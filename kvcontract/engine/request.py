@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, Literal
 
@@ -57,6 +57,10 @@ class Request:
     capture: Capture
     policy: ResolvePolicy = PLAIN
     branches: tuple[Request, ...] = ()
+
+    def branch(self, request_id: int, number: int) -> Request:
+        """The same under an id of its own, sampled as number `number` of several."""
+        return replace(self, id=request_id, sampling=self.sampling.branch(number))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.executor import FieldRef
-from kvcontract.contract.model import Arena, Field, Group
+from kvcontract.contract.model import Arena, Field, Group, Scope
 from kvcontract.engine.build import Assembly, EngineLimits, assemble
 from kvcontract.engine.drafter import NgramDrafter
 from kvcontract.engine.request import Finish, Result
@@ -175,7 +175,12 @@ class Load:
     new: int
     requests: int
 
-    def free(self, sampling: Sampling, *, identical: bool, retention: bool = False) -> list[int]:
+    @property
+    def lifetime(self) -> int:
+        """Pages of one request."""
+        return -(-(self.prompt + self.new) // PAGE)
+
+    def free(self, sampling: Sampling, *, identical: bool) -> list[int]:
         """Free pages after each request; every one runs to its full length, and none hits."""
         case = drafting(tiny("qwen3"))
         case.model.config.max_position_embeddings = 4096
@@ -184,7 +189,6 @@ class Load:
         limits = EngineLimits(max_requests=2)
         with engine(case, pages=self.pages, drafter=StatefulNgram(16), limits=limits) as parts:
             assert parts.store is None
-            parts.pool.set_retention(retention)
             for _ in range(self.requests):
                 prompt = same if identical else rng.integers(3, VOCAB, self.prompt).tolist()
                 [result] = run(parts, [prompt], self.new, sampling)
@@ -215,10 +219,20 @@ def test_b12_twenty_requests_in_a_row(sampling: Sampling, *, identical: bool) ->
 
 
 def test_b12_without_the_reset_a_page_is_wanting_by_request_three() -> None:
-    """With the reset switched off the same run keeps its pages: too few are free for a third lifetime."""
-    lifetime = -(-(SMALL.prompt + SMALL.new) // PAGE)
-    free = SMALL.free(Sampling(), identical=False, retention=True)
-    assert max(free) < lifetime
+    """With the reset off and the kept pages held by somebody, a third lifetime finds no room."""
+    case, rng, kept = drafting(tiny("qwen3")), np.random.default_rng(3), []
+    limits = EngineLimits(max_requests=2)
+    with engine(case, pages=SMALL.pages, drafter=StatefulNgram(16), limits=limits) as parts:
+        parts.pool.set_retention(True)
+        while len(kept) < 3 and parts.pool.budget() >= SMALL.lifetime:
+            prompt = rng.integers(3, VOCAB, SMALL.prompt).tolist()
+            [result] = run(parts, [prompt], SMALL.new, Sampling())
+            kept.append(parts.pool.match(parts.engine.keyer.chain([*prompt, *result.tokens], Scope())))
+        assert len(kept) < 3
+        assert parts.pool.try_admit(SMALL.lifetime) is None
+        for hold in kept:
+            hold.release()
+        assert parts.pool.budget() == parts.pool.total
 
 
 def test_a_never_restored_group_refuses_tiers_and_store() -> None:
