@@ -270,12 +270,7 @@ class Resolver:
 
     async def _lookup(self, search: Search, tier: Tier) -> Lease | None:
         keys = search.worker.record_keys(self._part, search.missing)
-        try:
-            query = tier.lookup(keys, search.deadline)
-        except Exception:  # noqa: BLE001 - against the rules of tiers; the next one is still asked (A10)
-            self._tally.count(f"lookups_failed_{tier.name}")
-            search.degrade(f"{tier.name}: lookup failed")
-            return None
+        query = tier.lookup(keys, search.deadline)
         try:
             lease = await wait_until(query, search.deadline)
         except BaseException as error:
@@ -283,6 +278,10 @@ class Resolver:
             if not isinstance(error, TimeoutError):
                 raise
             search.degrade(f"{tier.name}: lookup timed out")
+            return None
+        if lease.failed:  # A10: the next tier is still asked
+            self._tally.count(f"lookups_failed_{tier.name}")
+            search.degrade(f"{tier.name}: lookup failed")
             return None
         if lease.present.shape != keys.shape:  # A15
             lease.release()

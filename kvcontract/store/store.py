@@ -35,6 +35,7 @@ from kvcontract.store.stats import StoreStats, Tally
 from kvcontract.store.worker import Worker
 from kvcontract.tiers.base import Level, SaveClass, Tier
 from kvcontract.tiers.frame import header_bytes
+from kvcontract.tiers.guard import GuardedTier
 
 SAVE_DEADLINE_S: Final = 60.0
 """A save that has not begun by then is given up and tried again at retire."""
@@ -90,7 +91,7 @@ class KvStore:
         loop: asyncio.AbstractEventLoop | None = None,
         lane: Lane | None = None,
     ) -> None:
-        self._part = _refuse(model, ranks, tiers, secret)
+        self._part = _refuse(model, ranks, tiers, secret, max_tp)
         tp = max(rank.tp for rank in ranks)
         lasting = any(tier.capabilities.persistent or tier.capabilities.shared for tier in tiers)
         self.max_tp = max_tp if max_tp is not None else max(tp, LASTING_MAX_TP if lasting else 1)
@@ -101,10 +102,10 @@ class KvStore:
         self.keyer = Keyer(self.fingerprint.required, secret or FleetSecret.random(), model.page_tokens)
         self._ranks = {rank.name: rank for rank in ranks}
         self._rank_of = {id(rank.pool): rank for rank in ranks}
-        self._tiers = tuple(tiers)
+        self._tiers = tuple(GuardedTier(tier) for tier in tiers)
         self._tally = Tally()
-        self._resolver = Resolver(self._part, tiers, self._tally)
-        self._sealer = Sealer(self._part, tiers, self._tally)
+        self._resolver = Resolver(self._part, self._tiers, self._tally)
+        self._sealer = Sealer(self._part, self._tiers, self._tally)
         self._closed: CloseReport | None = None
         self._close_gate = threading.Lock()
         self._close_task: asyncio.Task[CloseReport] | None = None
@@ -190,13 +191,14 @@ class KvStore:
         """Save what is not stored yet, failed pages again, and release the request; never blocks (C6).
 
         Pages with a save in flight stay resident until it settles, whoever owned them.  Arguments and errors
-        are those of `seal`; whatever is raised, the request is released.
+        are those of `seal`; whatever is raised, the request is released, and a step that is outstanding
+        reverted.
         """
         try:
             return self.seal(req, cls, after=after)
         finally:
-            if not req.released:
-                req.release()
+            with req:
+                pass
 
     # Barriers
 
@@ -353,12 +355,19 @@ async def _settled(pendings: Sequence[Pending[Any]], deadline: float) -> bool:
     return True
 
 
-def _refuse(model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier], secret: FleetSecret | None) -> Part:
+def _refuse(
+    model: KvModel,
+    ranks: Sequence[Rank],
+    tiers: Sequence[Tier],
+    secret: FleetSecret | None,
+    max_tp: int | None,
+) -> Part:
     """Refuse what cannot be served; returns what is saved and restored as one unit."""
     findings = check_model(model)
     if findings:
         raise NotConformant(model.name, findings)
     faults = [] if ranks else ["a store has at least one rank"]
+    faults += [] if max_tp is None or max_tp >= 1 else [f"max_tp {max_tp}: expected at least 1"]
     for what, names in (("rank", [rank.name for rank in ranks]), ("tier", [tier.name for tier in tiers])):
         faults += [f"two {what}s are named {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
     if len({id(rank.pool) for rank in ranks}) < len(ranks):
