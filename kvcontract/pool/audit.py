@@ -77,6 +77,12 @@ def _references(books: Books, runs: list[Run], entitled: int) -> Iterator[str]:
         yield f"entitled is {entitled}, promises sum to {promised}"
     if (books.pins < 0).any():
         yield f"negative pins on pages {np.flatnonzero(books.pins < 0).tolist()}"
+    marked = np.flatnonzero((books.reset > 0) & (books.state == PRIMARY) & (books.refs == 0))
+    if marked.size:  # B13
+        yield f"pages {marked.tolist()} are cached and marked for reset"
+    sources = np.concatenate([run.sources for run in runs]) if runs else np.zeros(0, np.int32)
+    if (books.pins[sources] < 1).any():  # E4
+        yield f"the sources {sources[books.pins[sources] < 1].tolist()} of copies are not pinned"
     for state, owned in ((FREE, False), (WRITABLE, True), (STAGED, True), (DUPLICATE, True)):
         wrong = np.flatnonzero((books.state == state) & ((books.refs > 0) != owned))
         if wrong.size:

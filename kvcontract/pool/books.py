@@ -14,9 +14,11 @@ Eviction order is one doubly linked list in two arrays, page 0 as its end mark. 
 - runs enter the list tail first. Descendants stand before their ancestors; popping from the front never
   leaves a page resident and unreachable.
 
-Pins of saves in flight are references without ownership: a page may outlive its owner on them alone. When
-such a page loses its last pin it enters the list just before its nearest cached ancestor, or is freed when
-its parent is gone.
+Pins of saves and copies in flight are references without ownership: a page may outlive its owner on them
+alone. When such a page loses its last pin it enters the list just before its nearest cached ancestor, or is
+freed when its parent is gone.
+
+A page marked for reset is freed where another would be cached, and takes with it what hangs on it.
 
 Nothing here locks or knows promises: `pool.py` does.
 """
@@ -27,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcontract.contract.errors import InternalFault
+from kvcontract.pool.events import EVICTED, RELEASED, UNREACHABLE, Content, EventLog
 from kvcontract.pool.index import Keys, PageIndex, Pages
 from kvcontract.pool.kernels import (
     DUPLICATE,
@@ -37,6 +40,7 @@ from kvcontract.pool.kernels import (
     join_run,
     pin_run,
     release_run,
+    sweep_run,
 )
 
 ROOT: Keys = np.zeros(2, np.uint64)
@@ -51,19 +55,24 @@ class Books:
     Attributes:
         state: uint8 [pages].
         refs: int32 [pages], owners plus pins.
-        pins: int32 [pages], saves in flight.
+        pins: int32 [pages], saves and copies in flight.
+        reset: uint8 [pages], 1 where a page is not to be cached; never outlives the occupant (B13).
+        partial: uint8 [pages], 1 where the name is that of a partial page, which no event tells (I7).
         generation: uint32 [pages], raised whenever a page is issued.
         parent_keys: uint64 [pages, 2], of registered pages: key of the page before in the chain, or `ROOT`.
         free, cached, held: how many pages are in each condition; together `total`.
         pinned: pages with at least one pin (B9).
     """
 
-    def __init__(self, pages: int, *, retention: bool) -> None:
+    def __init__(self, pages: int, *, retention: bool, events: EventLog | None = None) -> None:
         self.total = pages - 1
         self.retention = retention
+        self.events = events
         self.state: States = np.zeros(pages, np.uint8)
         self.refs: Pages = np.zeros(pages, np.int32)
         self.pins: Pages = np.zeros(pages, np.int32)
+        self.reset: States = np.zeros(pages, np.uint8)
+        self.partial: States = np.zeros(pages, np.uint8)
         self.generation: npt.NDArray[np.uint32] = np.zeros(pages, np.uint32)
         self.parent_keys: Keys = np.zeros((pages, 2), np.uint64)
         self.index = PageIndex(pages)
@@ -91,16 +100,19 @@ class Books:
         self.held += count
         self.state[pages] = state
         self.refs[pages] = 1
+        self.reset[pages] = self.partial[pages] = 0  # B13
         self.generation[pages] += np.uint32(1)
         return pages
 
-    def evict(self, count: int) -> None:
-        """Free the `count` pages that come first in eviction order."""
+    def evict(self, count: int, reason: str | None = EVICTED) -> None:
+        """Free the `count` pages that come first in eviction order; without a reason no event tells."""
         pages = np.empty(count, np.int32)
         evict_run(pages, self.state, self.order)
         self.index.remove(pages)
         self.cached -= count
         self._push(pages)
+        if reason is not None:
+            self._tell_removed(pages, reason)
 
     def reference(self, pages: Pages, limit: int = _NO_LIMIT) -> int:
         """Own resident pages, at most `limit` cached ones among them; returns how many lead the run."""
@@ -113,24 +125,28 @@ class Books:
         """Drop one reference of each page of a run in chain order; unreferenced ones are freed or cached."""
         out = np.empty((3, len(pages)), np.int32)
         freed, forgotten, heirs, cached = release_run(
-            pages, int(self.retention), self.refs, self.state, self.order, self.ring, out
+            pages, int(self.retention), self.refs, self.state, self.reset, self.order, self.ring, out
         )
         self.held -= freed + cached
         self.cached += cached
         self._replace(out[1, :forgotten], out[2, :heirs])
         self._push(out[0, :freed])
+        if self.retention and forgotten > heirs:  # marked pages: something may have hung on them (B14)
+            self._sweep()
 
-    def register(self, pages: Pages, keys: Keys, parent: Keys) -> None:
+    def register(self, pages: Pages, keys: Keys, parent: Keys, content: Content | None = None) -> None:
         """Name owned pages; under a key that is taken a page becomes a duplicate (B15).
 
         Args:
             pages: int32 [n], in chain order.
             keys: uint64 [n, 2].
             parent: key of the page before the first, or `ROOT`.
+            content: what they hold, for events.
         """
         primary = self.index.insert(keys, pages)
-        self.parent_keys[pages[:1]] = parent
-        self.parent_keys[pages[1:]] = keys[:-1]
+        parents = np.concatenate([parent[None], keys[:-1]])
+        self.parent_keys[pages] = parents
+        self._tell_stored(keys, parents, content, primary == pages)
         out = np.empty((2, len(pages)), np.int32)
         replaced = join_run(pages, primary, self.refs, self.state, self.order, self.ring, out)
         if replaced:
@@ -138,8 +154,12 @@ class Books:
             self.cached -= replaced
             self._push(out[0, :replaced])
 
-    def adopt(self, pages: Pages, keys: Keys, parent: Keys) -> Pages:
+    def adopt(
+        self, pages: Pages, keys: Keys, parent: Keys, content: Content | None = None, *, partial: bool = False
+    ) -> Pages:
         """Name staged pages that a restore has filled; where a key is taken, own its primary instead.
+
+        With `partial` the last key is the name of a partial page.
 
         Returns:
             int32 [n], the page owned for each key. Staged pages that were not needed are free.
@@ -152,7 +172,12 @@ class Books:
         fresh = pages[~known]
         self.index.insert(keys[~known], fresh)
         self.state[fresh] = PRIMARY
-        self.parent_keys[fresh] = np.concatenate([parent[None], keys[:-1]])[~known]
+        parents = np.concatenate([parent[None], keys[:-1]])
+        self.parent_keys[fresh] = parents[~known]
+        if partial:
+            self.partial[owned[-1:]] = 1
+        full = len(keys) - int(partial)
+        self._tell_stored(keys[:full], parents[:full], content, ~known[:full])
         self.release(spare)
         return owned
 
@@ -168,6 +193,7 @@ class Books:
         self._unpin(pages[copies])
         pages = pages[~copies]
         last = (self.refs[pages] == 1) & (self.state[pages] == PRIMARY) & self.retention
+        last &= self.reset[pages] == 0
         self._unpin(pages[~last])
         for page in pages[last].tolist():
             if self.ring[0, page] != page:
@@ -213,6 +239,7 @@ class Books:
             self.index.remove(pages)
             self.state[page] = FREE
             self._push(pages)
+            self._tell_removed(pages, UNREACHABLE)
             return
         after = ancestor if ancestor > 0 and self.refs[ancestor] == 0 else 0
         before = self.order[1, after]
@@ -220,13 +247,42 @@ class Books:
         self.order[0, page], self.order[1, page] = after, before
         self.cached += 1
 
+    def _sweep(self) -> None:
+        """Free the cached pages whose ancestors went with a marked page (B14)."""
+        parents = self.index.lookup(self.parent_keys)
+        parents[(parents == 0) & self.parent_keys.any(axis=1)] = _GONE
+        out = np.empty(self.cached, np.int32)
+        taken = sweep_run(parents, self.refs, self.pins, self.state, self.order, out)
+        pages = out[:taken]
+        self.index.remove(pages)
+        self.cached -= taken
+        self._push(pages[::-1])
+        self._tell_removed(pages, UNREACHABLE)
+
     def _replace(self, gone: Pages, heirs: Pages) -> None:
         """Forget primaries, then name those that take over."""
         if len(gone):
             self.index.remove(gone.copy())
         if len(heirs):
             self.index.insert(self.index.keys[heirs], heirs.copy())
+        self._tell_removed(gone, RELEASED)
 
     def _push(self, pages: Pages) -> None:
-        self.free_pages[self.free : self.free + len(pages)] = pages[::-1]
+        """Free pages; a run that was released tail first is issued again in its old order (B18)."""
+        self.free_pages[self.free : self.free + len(pages)] = pages
         self.free += len(pages)
+
+    def _tell_stored(
+        self, keys: Keys, parents: Keys, content: Content | None, new: npt.NDArray[np.bool_]
+    ) -> None:
+        if self.events is not None and content is not None and new.any():
+            self.events.stored(keys, parents, content, new)
+
+    def _tell_removed(self, pages: Pages, reason: str) -> None:
+        """Once the index has changed: tell the keys that no page stands for any more."""
+        if self.events is None or not len(pages):
+            return
+        keys = self.index.keys[pages[self.partial[pages] == 0]]
+        keys = keys[self.index.lookup(keys) == 0]
+        if len(keys):
+            self.events.removed(keys, reason)

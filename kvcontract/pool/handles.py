@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -19,6 +19,9 @@ from kvcontract.pool.index import Keys, Pages
 
 if TYPE_CHECKING:
     from kvcontract.pool.pool import BlockPool
+
+
+NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,9 @@ class Run:
         count: pages owned now.
         lifetime: pages promised in all; 0 unless an entitlement.
         registered: how many of the leading pages have a name.
+        boundary: whether the last page of a hold is a partial one: a copy source, never resident (B7).
+        sources: pinned pages that are to be copied to the first unnamed ones, in order.
+        reset_from: at its end, pages from this one on are freed rather than cached; None: no page is (B13).
     """
 
     kind: str
@@ -56,11 +62,19 @@ class Run:
     count: int
     lifetime: int = 0
     registered: int = 0
+    boundary: bool = False
+    sources: Pages = field(default_factory=lambda: NO_PAGES)
+    reset_from: int | None = None
 
     @property
     def owned(self) -> Pages:
         """The pages owned now, int32 [count]."""
         return self.pages[: self.count]
+
+    @property
+    def full(self) -> int:
+        """How many of them are full pages of the prefix (a hold), which is what they are credited as."""
+        return self.count - int(self.boundary)
 
 
 class Handle:
@@ -116,18 +130,24 @@ class Handle:
 
 
 class Hold(Handle):
-    """Pins the resident pages of a prefix."""
+    """Pins the resident pages of a prefix.
 
-    __slots__ = ("keys",)
+    Attributes:
+        keys: uint64 [hit_pages, 2], names of its full pages.
+        boundary_key: uint64 [2], name of the partial page after them; None without one.
+    """
 
-    def __init__(self, pool: BlockPool, token: int, run: Run, keys: Keys) -> None:
+    __slots__ = ("boundary_key", "keys")
+
+    def __init__(self, pool: BlockPool, token: int, run: Run, keys: Keys, boundary_key: Keys | None) -> None:
         super().__init__(pool, token, run)
         self.keys = keys
+        self.boundary_key = boundary_key
 
     @property
     def hit_pages(self) -> int:
-        """How many pages it pins."""
-        return self._run.count
+        """How many full pages it pins; a partial page after them is not counted (B7)."""
+        return self._run.full
 
     def take(self) -> Hold:
         """Move the pages to a new hold; this one is spent.
@@ -138,7 +158,7 @@ class Hold(Handle):
         return self.pool.take_hold(self)
 
     def trim(self, pages: int) -> None:
-        """Keep the first `pages` pages, release the others.
+        """Keep the first `pages` pages, release the others; a partial page stays only if all full ones do.
 
         Raises:
             UsageFault: it is spent, or holds fewer.
@@ -171,3 +191,10 @@ class Entitlement(Handle):
     def registered_pages(self) -> int:
         """How many of its leading pages have a name."""
         return self._run.registered
+
+    @property
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) pages to copy, all groups of each, before the request's first write (B23, E4)."""
+        first = self._run.registered
+        targets = self._run.pages[first : first + len(self._run.sources)]
+        return tuple(zip(self._run.sources.tolist(), targets.tolist(), strict=True))

@@ -64,17 +64,25 @@ def pin_run(pages: Pages, limit: int, refs: Pages, order: Pages) -> tuple[int, i
 
 def _release_sample() -> tuple[Any, ...]:
     state = np.full(4, WRITABLE, np.uint8)
-    out = np.zeros((3, 1), np.int32)
-    return np.ones(1, np.int32), 1, np.ones(4, np.int32), state, _links(), _links(), out
+    marks, out = np.zeros(4, np.uint8), np.zeros((3, 1), np.int32)
+    return np.ones(1, np.int32), 1, np.ones(4, np.int32), state, marks, _links(), _links(), out
 
 
 @kernel(sample=_release_sample, helpers=(_unlink, _link_before))
 def release_run(
-    pages: Pages, retention: int, refs: Pages, state: States, order: Pages, ring: Pages, out: Pages
+    pages: Pages,
+    retention: int,
+    refs: Pages,
+    state: States,
+    reset: States,
+    order: Pages,
+    ring: Pages,
+    out: Pages,
 ) -> tuple[int, int, int, int]:
     """Drop a reference of each page, tail first; what nobody references is freed or cached.
 
-    `out`, int32 [3, n], is written: pages freed; pages to forget; duplicates that become primaries.
+    A page marked in `reset` is freed where another would be cached.  `out`, int32 [3, n], is written: pages
+    freed; pages to forget; duplicates that become primaries.
 
     Returns:
         (freed, to forget, new primaries, cached): counts.
@@ -86,7 +94,7 @@ def release_run(
         if refs[page] > 0:
             continue
         heir = ring[0, page]
-        if state[page] == PRIMARY and heir == page and retention:
+        if state[page] == PRIMARY and heir == page and retention and not reset[page]:
             _link_before(order, page, 0)
             cached += 1
             continue
@@ -159,3 +167,35 @@ def join_run(
             state[page] = DUPLICATE
             _link_before(ring, page, ring[0, holder])
     return replaced
+
+
+def _sweep_sample() -> tuple[Any, ...]:
+    ints = np.zeros(4, np.int32)
+    return ints, ints.copy(), ints.copy(), np.zeros(4, np.uint8), _links(), np.zeros(0, np.int32)
+
+
+@kernel(sample=_sweep_sample, helpers=(_unlink,))
+def sweep_run(parents: Pages, refs: Pages, pins: Pages, state: States, order: Pages, out: Pages) -> int:
+    """Take cached pages that hang on nothing any more out of the order, ancestors before descendants.
+
+    `parents`, int32 [pages]: primary of the page before each one; 0 at the start of a sequence, -1 where
+    that is not resident.  `out` is written: the pages taken.
+
+    Returns:
+        How many were taken.
+    """
+    taken = 0
+    page = order[1, 0]
+    while page != 0:
+        before = order[1, page]
+        above = parents[page]
+        # An ancestor that lives on pins alone says nothing about those above it.
+        while above > 0 and state[above] != FREE and refs[above] > 0 and refs[above] == pins[above]:
+            above = parents[above]
+        if above < 0 or (above > 0 and state[above] == FREE):
+            _unlink(order, page)
+            state[page] = FREE
+            out[taken] = page
+            taken += 1
+        page = before
+    return taken

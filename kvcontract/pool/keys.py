@@ -49,6 +49,7 @@ _PAGE, _PARTIAL = 1, 2  # kinds of name
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 64
 _NAMED_FAULTS = 8
 _CONTEXT, _EXTRA, _PARTIAL_EXTRA, _SECRET_ID = b"kvc-context", b"kvc-extra", b"kvc-partial", b"kvc-secret-id"
+_SCOPE_TAG = b"kvc-scope-tag"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -184,6 +185,15 @@ class Keyer:
         flags, digests = self._extras({0: _PARTIAL_EXTRA + encoded}, 1)
         hash_pages(words, step, count, _PARTIAL, self._state(scope, parent), flags, digests, out)
         return out.reshape(2)
+
+    def scope_tag(self, scope: Scope) -> str:
+        """Public name of a scope for events: empty for the open one, else 16 hex digits that hide it (D4)."""
+        fields = (scope.lora, scope.lora_revision, scope.salt)
+        if fields == (None, None, None):
+            return ""
+        encoded = _encode(*(None if text is None else _utf8(text) for text in fields))
+        key = self._secret.value
+        return hashlib.blake2b(encoded, key=key, digest_size=8, person=_SCOPE_TAG).hexdigest()
 
     def _state(self, scope: Scope, parent: npt.NDArray[np.uint64] | None) -> npt.NDArray[np.uint64]:
         """SipHash key of a scope and parent of the first page, uint64 [4]."""

@@ -7,7 +7,7 @@ handles, and leaves; waiters are told afterwards, outside the lock, if room has 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +20,17 @@ from kvcontract.pool.handles import Handle, Run
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """One consistent reading of a pool, in pages: `free + cached + held == total`."""
+    """One consistent reading of a pool, in pages: `free + cached + held == total`.
+
+    Attributes:
+        total: usable pages.
+        free: without content.
+        cached: with content that nobody owns.
+        held: owned or pinned by somebody.
+        entitled: what admitted requests may still draw.
+        pinned: read by saves or copies in flight, each counted once (B9); they are among the held ones.
+        requests, holds, reservations: live handles of each kind.
+    """
 
     total: int
     free: int
@@ -28,11 +38,19 @@ class Gauges:
     held: int
     entitled: int
     pinned: int
+    requests: int = 0
+    holds: int = 0
+    reservations: int = 0
 
     @property
     def available(self) -> int:
         """Pages that can be drawn: free ones, and cached ones by eviction."""
         return self.free + self.cached
+
+    @property
+    def budget(self) -> int:
+        """What a request without a prefix may be promised: available - entitled, nothing else (B9)."""
+        return self.available - self.entitled
 
 
 class Ledger:
@@ -47,6 +65,7 @@ class Ledger:
         self._entitled = 0
         self._lock = threading.Lock()
         self._runs: dict[int, Run] = {}
+        self._live: Counter[str] = Counter()  # runs by kind
         self._next_token = 0
         self._dropped: deque[int] = deque()
         self._callbacks: list[Callable[[], None]] = []
@@ -55,7 +74,15 @@ class Ledger:
         """All gauges at one moment."""
         with self._gate() as books:
             return Gauges(
-                books.total, books.free, books.cached, books.held, self._entitled, pinned=books.pinned
+                total=books.total,
+                free=books.free,
+                cached=books.cached,
+                held=books.held,
+                entitled=self._entitled,
+                pinned=books.pinned,
+                requests=self._live["entitlement"],
+                holds=self._live["hold"],
+                reservations=self._live["reservation"],
             )
 
     @property
@@ -90,7 +117,7 @@ class Ledger:
 
     @property
     def pinned_blocks(self) -> int:
-        """Pages with saves in flight, each counted once (B9)."""
+        """Pages with saves or copies in flight, each counted once (B9)."""
         return self.gauges().pinned
 
     def check_books(self) -> None:
@@ -157,6 +184,7 @@ class Ledger:
         while self._dropped:
             run = self._runs.pop(self._dropped.popleft(), None)
             if run is not None:
+                self._live[run.kind] -= 1
                 self._close(run)
 
     def _room(self) -> int:
@@ -165,6 +193,7 @@ class Ledger:
     def _open(self, run: Run) -> int:
         self._next_token += 1
         self._runs[self._next_token] = run
+        self._live[run.kind] += 1
         return self._next_token
 
     def _peek(self, handle: Handle) -> Run:
@@ -178,9 +207,14 @@ class Ledger:
     def _claim(self, handle: Handle) -> Run:
         run = self._peek(handle)
         del self._runs[handle.token]
+        self._live[run.kind] -= 1
         return run
 
     def _close(self, run: Run) -> None:
+        if run.reset_from is not None:
+            self._books.reset[run.owned[run.reset_from :]] = 1
+        if len(run.sources):
+            self._books.unpin(run.sources)
         self._books.release(run.owned)
         if run.kind == "entitlement":
             self._entitled -= run.lifetime - run.count

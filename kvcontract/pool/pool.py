@@ -13,43 +13,22 @@ All verbs are thread-safe and work on whole runs; none waits for anything but th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.pool.books import ROOT, Books
+from kvcontract.pool.books import ROOT
+from kvcontract.pool.events import Content
+from kvcontract.pool.guards import Guards, as_keys, leading
 from kvcontract.pool.handles import Entitlement, Hold, Never, Reservation, Run
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.kernels import STAGED, WRITABLE
-from kvcontract.pool.ledger import Ledger
-
-_NAMED_FAULTS = 8
 
 
-class BlockPool(Ledger):
-    """Device pages of the groups of one reach.
-
-    Args:
-        pages: pages of the arenas, page 0 included: it is padding and never given out (B21).
-        page_tokens: tokens of a page.
-        retention: keep released pages for reuse.
-
-    Raises:
-        UsageFault: fewer than 2 pages, or fewer than 1 token a page.
-    """
-
-    def __init__(self, pages: int, page_tokens: int, *, retention: bool = True) -> None:
-        if pages < 2 or page_tokens < 1:  # noqa: PLR2004 - page 0 and one to use
-            raise UsageFault(
-                f"pages = {pages}, page_tokens = {page_tokens}; allowed are at least 2 pages"
-                " (page 0 is padding) of at least 1 token"
-            )
-        self.pages = pages
-        self.page_tokens = page_tokens
-        super().__init__(Books(pages, retention=retention))
+class BlockPool(Guards):
+    """Device pages of the groups of one reach; arguments and errors are those of `Guards`."""
 
     @property
     def generation(self) -> npt.NDArray[np.uint32]:
@@ -75,41 +54,72 @@ class BlockPool(Ledger):
 
     # Prefixes
 
-    def match(self, keys: Keys) -> Hold:
+    def match(self, keys: Keys, *, boundary: Keys | None = None) -> Hold:
         """Pin the longest resident prefix of a chain, as far as promises leave room (B5).
 
         Args:
             keys: uint64 [n, 2].
+            boundary: uint64 [2], name of a partial page after them: held too if all of them are.
         """
-        wanted = _as_keys(keys)
+        wanted = as_keys(keys)
         with self._gate() as books:
             pages = books.index.match(wanted)
+            if boundary is not None and len(pages) == len(wanted):
+                last = books.index.match(as_keys(boundary[None]))
+                above = wanted[-1] if len(wanted) else ROOT
+                if len(last) and np.array_equal(books.parent_keys[last[0]], above):
+                    pages = np.concatenate([pages, last])
             count = books.reference(pages, books.available - self._entitled)
-            run = Run("hold", pages, count, registered=count)
-            return Hold(self, self._open(run), run, wanted[:count].copy())
+            run = Run("hold", pages, count, registered=count, boundary=count > len(wanted))
+            return self._hold(run, wanted[: run.full].copy(), boundary)
 
     def probe(self, keys: Keys) -> int:
         """How many leading pages of a chain (uint64 [n, 2]) are resident; pins nothing."""
-        wanted = _as_keys(keys)
+        wanted = as_keys(keys)
         with self._gate() as books:
             return len(books.index.match(wanted))
+
+    def budget(self, hold: Hold | None = None) -> int:
+        """Largest lifetime, in pages, that would be admitted now: available - entitled + credit (B9).
+
+        Raises:
+            UsageFault: the hold is spent or of another pool.
+        """
+        with self._gate():
+            return self._room() + (0 if hold is None else self._peek(hold).full)
+
+    def rooms_without(self, holds: Sequence[Hold]) -> list[int]:
+        """Room (available - entitled) as it is, without the first hold, without the first two, ... (B8).
+
+        Raises:
+            UsageFault: a hold is spent or of another pool.
+        """
+        with self._gate() as books:
+            rooms = [self._room()]
+            owners = np.zeros(self.pages, np.int32)
+            for hold in holds:
+                pages = self._peek(hold).owned
+                owners[pages] += 1
+                rooms.append(rooms[-1] + int(np.count_nonzero(owners[pages] == books.refs[pages])))
+            return rooms
 
     def take_hold(self, hold: Hold) -> Hold:
         """`Hold.take`."""
         with self._gate():
-            run = self._claim(hold)
-            return Hold(self, self._open(run), run, hold.keys)
+            return self._hold(self._claim(hold), hold.keys, hold.boundary_key)
 
     def trim_hold(self, hold: Hold, pages: int) -> None:
         """`Hold.trim`."""
         with self._gate() as books:
             run = self._peek(hold)
-            if not 0 <= pages <= run.count:
-                raise UsageFault(f"a hold of {run.count} pages cannot be trimmed to {pages}")
-            surplus = run.pages[pages : run.count]
-            run.count = run.registered = pages
-            books.release(surplus)
-            hold.keys = hold.keys[:pages]
+            if not 0 <= pages <= run.full:
+                raise UsageFault(f"a hold of {run.full} pages cannot be trimmed to {pages}")
+            if pages < run.full:
+                surplus = run.pages[pages : run.count]
+                run.count = run.registered = pages
+                run.boundary, hold.boundary_key = False, None
+                books.release(surplus)
+                hold.keys = hold.keys[:pages]
 
     # Restores
 
@@ -128,7 +138,14 @@ class BlockPool(Ledger):
             return Reservation(self, self._open(run), run)
 
     def commit(
-        self, reservation: Reservation, keys: Keys, ok: npt.NDArray[np.bool_] | int, *, base: Hold
+        self,
+        reservation: Reservation,
+        keys: Keys,
+        ok: npt.NDArray[np.bool_] | int,
+        *,
+        base: Hold,
+        boundary: bool = False,
+        content: Content | None = None,
     ) -> Hold:
         """Name the leading pages that were restored and hold them with the prefix they continue.
 
@@ -140,24 +157,38 @@ class BlockPool(Ledger):
             keys: uint64 [n, 2], continuing those of `base`.
             ok: which pages are complete, bool [n], or how many leading ones.
             base: the hold before the restored pages; it may be empty.
+            boundary: whether the last key names a partial page (B7).
+            content: of the full pages; needed where events are on.
 
         Raises:
-            UsageFault: shapes disagree, or a handle is spent.
+            UsageFault: shapes disagree, a handle is spent, or the base ends in a partial page.
         """
-        names = _as_keys(keys)
+        names = as_keys(keys)
         with self._gate() as books:
-            good = _leading(self._peek(reservation), names, ok)
+            good = leading(self._peek(reservation), names, ok)
+            partial = boundary and good == len(names) > 0
+            told = self._told(content, good - int(partial))
+            if self._peek(base).boundary:
+                raise UsageFault("nothing can follow a partial page")
             run = self._claim(base)
             staged = self._claim(reservation).owned
-            parent = books.index.keys[run.pages[run.count - 1]] if run.count else ROOT
-            owned = books.adopt(staged[:good], names[:good], parent)
+            parent = books.index.keys[run.pages[run.count - 1]].copy() if run.count else ROOT
+            owned = books.adopt(staged[:good], names[:good], parent, told, partial=partial)
             books.release(staged[good:])
             pages = np.concatenate([run.owned, owned])
-            merged = Run("hold", pages, len(pages), registered=len(pages))
-            return Hold(self, self._open(merged), merged, np.concatenate([base.keys, names[:good]]))
+            merged = Run("hold", pages, len(pages), registered=len(pages), boundary=partial)
+            full = np.concatenate([base.keys, names[: good - int(partial)]])
+            return self._hold(merged, full, names[-1] if partial else None)
 
     def commit_late(
-        self, reservation: Reservation, keys: Keys, ok: npt.NDArray[np.bool_] | int, *, parent: Keys | None
+        self,
+        reservation: Reservation,
+        keys: Keys,
+        ok: npt.NDArray[np.bool_] | int,
+        *,
+        parent: Keys | None,
+        boundary: bool = False,
+        content: Content | None = None,
     ) -> int:
         """Name restored pages that nobody waits for any more: they become cached at once.
 
@@ -166,6 +197,8 @@ class BlockPool(Ledger):
             keys: uint64 [n, 2].
             ok: which pages are complete, bool [n], or how many leading ones.
             parent: key [2] of the page before the first; None: they start the sequence.
+            boundary: whether the last key names a partial page.
+            content: of the full pages; needed where events are on.
 
         Returns:
             Pages made findable: 0 if the parent is not resident any more (B14).
@@ -173,13 +206,16 @@ class BlockPool(Ledger):
         Raises:
             UsageFault: shapes disagree, or the reservation is spent.
         """
-        names = _as_keys(keys)
+        names = as_keys(keys)
         with self._gate() as books:
-            good = _leading(self._peek(reservation), names, ok)
-            staged = self._claim(reservation).owned
-            if parent is not None and not books.index.lookup(_as_keys(parent[None]))[0]:
+            good = leading(self._peek(reservation), names, ok)
+            if parent is not None and not books.index.lookup(as_keys(parent[None]))[0]:
                 good = 0
-            owned = books.adopt(staged[:good], names[:good], ROOT if parent is None else parent)
+            partial = boundary and good == len(names) > 0
+            told = self._told(content, good - int(partial))
+            staged = self._claim(reservation).owned
+            above = ROOT if parent is None else parent
+            owned = books.adopt(staged[:good], names[:good], above, told, partial=partial)
             books.release(staged[good:])
             books.cache_run(owned)
             return int(np.count_nonzero(books.index.lookup(names[:good])))
@@ -189,7 +225,9 @@ class BlockPool(Ledger):
     def try_admit(self, lifetime_pages: int, hold: Hold | None = None) -> Entitlement | Never | None:
         """Promise a request its pages; checked and booked under one gate (B2).
 
-        The pages of `hold` are its first ones and need no promise (B6); the hold is consumed on success only.
+        The full pages of `hold` are its first ones and need no promise (B6); a partial page after them is
+        credited nothing: it becomes the source of a copy, `Entitlement.copies` (B7). The hold is consumed on
+        success only.
 
         Args:
             lifetime_pages: all pages the request can ever need; 0 never waits (B10).
@@ -206,9 +244,7 @@ class BlockPool(Ledger):
         if lifetime_pages > self.total:
             return Never(f"{lifetime_pages} pages for its lifetime; the pool has {self.total}")
         with self._gate() as books:
-            credit = self._peek(hold).count if hold is not None else 0
-            if credit > lifetime_pages:
-                raise UsageFault(f"a hold of {credit} pages for a lifetime of {lifetime_pages}")
+            credit = self._credit_of(self._peek(hold), lifetime_pages) if hold is not None else 0
             if lifetime_pages - credit > books.available - self._entitled:
                 return None
             run = Run("entitlement", np.zeros(lifetime_pages, np.int32), 0, lifetime_pages)
@@ -226,11 +262,49 @@ class BlockPool(Ledger):
         """
         with self._gate():
             run, held = self._peek(entitlement), self._peek(hold)
-            if run.count or held.count > run.lifetime:
-                raise UsageFault(
-                    f"a hold of {held.count} pages for a request of {run.lifetime} that has {run.count}"
-                )
+            if run.count:
+                raise UsageFault(f"a hold of {held.full} pages for a request that has {run.count}")
+            self._credit_of(held, run.lifetime)
             self._credit(run, self._claim(hold))
+
+    def fork(
+        self, entitlement: Entitlement, lifetime_pages: int, *, shared_pages: int, copied_pages: int
+    ) -> Entitlement | Never | None:
+        """Admit a branch of a request: it shares named pages, and copies those after them (B23).
+
+        Args:
+            entitlement: of the request that branches; it goes on.
+            lifetime_pages: of the branch, shared and copied pages included.
+            shared_pages: its first pages, which both own from now on.
+            copied_pages: pages after those of which the branch gets its own, `Entitlement.copies`.
+
+        Returns:
+            As `try_admit`. Sources stay pinned until `copied`.
+
+        Raises:
+            UsageFault: pages that the request does not have or has not named, more than the lifetime, or
+                copies of its own that are still to be made.
+        """
+        with self._gate() as books:
+            parent = self._peek(entitlement)
+            last = shared_pages + copied_pages
+            has = 0 <= shared_pages <= parent.registered and 0 <= copied_pages <= parent.count - shared_pages
+            if not has or last > lifetime_pages or len(parent.sources):
+                raise UsageFault(
+                    f"a branch of {lifetime_pages} pages cannot share {shared_pages} and copy {copied_pages}"
+                    f" of {parent.count} pages, {parent.registered} named, {len(parent.sources)} to be copied"
+                )
+            if lifetime_pages > self.total:
+                return Never(f"{lifetime_pages} pages for its lifetime; the pool has {self.total}")
+            if lifetime_pages - shared_pages > self._room():
+                return None
+            run = Run("entitlement", np.zeros(lifetime_pages, np.int32), shared_pages, lifetime_pages)
+            run.pages[:shared_pages] = parent.pages[:shared_pages]
+            run.registered = shared_pages
+            books.reference(run.owned)
+            self._entitled += lifetime_pages - shared_pages
+            self._copy_from(run, parent.pages[shared_pages:last].copy())
+            return Entitlement(self, self._open(run), run)
 
     def draw(self, entitlement: Entitlement, pages: int) -> Pages:
         """Take promised pages: int32 [pages]. Never fails within the promise (B11).
@@ -248,24 +322,29 @@ class BlockPool(Ledger):
             self._entitled -= pages
             return drawn
 
-    def register(self, entitlement: Entitlement, keys: Keys) -> None:
+    def register(self, entitlement: Entitlement, keys: Keys, content: Content | None = None) -> None:
         """Name the next unnamed pages of a request, complete by now; under a taken key a page stays private.
 
         Args:
             entitlement: whose pages.
             keys: uint64 [n, 2], continuing those registered before.
+            content: of the n pages; needed where events are on.
 
         Raises:
-            UsageFault: fewer than n unnamed pages are drawn, or the entitlement is spent.
+            UsageFault: fewer than n unnamed pages are drawn, one is still to be copied, or the entitlement is
+                spent.
         """
-        names = _as_keys(keys)
+        names = as_keys(keys)
         with self._gate() as books:
             run = self._peek(entitlement)
             first, last = run.registered, run.registered + len(names)
             if last > run.count:
                 raise UsageFault(f"{len(names)} pages to register; {run.count - first} are drawn and unnamed")
+            if len(run.sources) and len(names):
+                raise UsageFault(f"{len(run.sources)} pages are still to be copied; say copied() first")
+            told = self._told(content, len(names))
             parent = books.index.keys[run.pages[first - 1]].copy() if first else ROOT
-            books.register(run.pages[first:last], names, parent)
+            books.register(run.pages[first:last], names, parent, told)
             run.registered = last
 
     def retract(self, entitlement: Entitlement, pages: Pages) -> None:
@@ -276,14 +355,14 @@ class BlockPool(Ledger):
             pages: int32 [n], its last n pages in any order.
 
         Raises:
-            UsageFault: a page twice, one that is not among its last n, a named or pinned one, or a spent
-                entitlement (B16). Nothing has changed then.
+            UsageFault: a page twice, one that is not among its last n, a named or pinned one, the target of a
+                copy, or a spent entitlement (B16). Nothing has changed then.
         """
         with self._gate() as books:
             run = self._peek(entitlement)
-            first = max(run.count - len(pages), run.registered)
+            first = max(run.count - len(pages), run.registered + len(run.sources))
             tail = run.pages[first : run.count]
-            self._check_pages(pages, lambda valid: ~np.isin(valid, tail) | (books.pins[valid] > 0))
+            self._check_pages(pages, lambda valid: ~np.isin(valid, tail) | (books.refs[valid] > 1))
             books.release(tail)
             run.count = first
             self._entitled += len(pages)
@@ -296,66 +375,29 @@ class BlockPool(Ledger):
         """
         self.release_handle(entitlement)
 
-    # Guards and switches
+    # Under the gate
 
-    def pin(self, pages: Pages) -> None:
-        """Keep owned pages (int32 [n]) from being reissued until `unpin`, whatever their owner does (C1).
+    def _hold(self, run: Run, keys: Keys, boundary: Keys | None) -> Hold:
+        return Hold(self, self._open(run), run, keys, boundary if run.boundary else None)
 
-        Raises:
-            UsageFault: a page twice, out of range, or not owned by anybody.
-        """
-        with self._gate() as books:
-            self._check_pages(pages, lambda valid: (books.refs[valid] == 0) | (books.state[valid] == STAGED))
-            books.pin(pages)
-
-    def unpin(self, pages: Pages) -> None:
-        """Undo one `pin` of each page (int32 [n]).
-
-        Raises:
-            UsageFault: a page twice, out of range, or not pinned (B16).
-        """
-        with self._gate() as books:
-            self._check_pages(pages, lambda valid: books.pins[valid] == 0)
-            books.unpin(pages)
-
-    def set_retention(self, on: bool) -> None:
-        """Switch whether released pages are kept for reuse; switching off drains the cache once."""
-        with self._gate() as books:
-            books.retention = on
-            if not on:
-                books.evict(books.cached)
+    def _credit_of(self, hold: Run, lifetime: int) -> int:
+        if hold.count > lifetime:
+            raise UsageFault(f"a hold of {hold.count} pages for a lifetime of {lifetime}")
+        return hold.full
 
     def _credit(self, run: Run, hold: Run) -> None:
-        run.pages[: hold.count] = hold.owned
-        run.count = run.registered = hold.count
-        self._entitled -= hold.count  # B6
+        run.pages[: hold.full] = hold.pages[: hold.full]
+        run.count = run.registered = hold.full
+        self._entitled -= hold.full  # B6
+        if hold.boundary:
+            self._copy_from(run, hold.pages[hold.full : hold.count])
+            self._books.release(hold.pages[hold.full : hold.count])  # the pin keeps it
 
-    def _check_pages(self, pages: Pages, wrong: Callable[[Pages], npt.NDArray[Any]]) -> None:
-        listed = pages.tolist()
-        outside = [page for page in listed if not 0 < page < self.pages]
-        twice = (
-            sorted({page for page in listed if listed.count(page) > 1})
-            if len(set(listed)) < len(listed)
-            else []
-        )
-        if outside or twice:
-            raise UsageFault(f"pages outside 1 .. {self.pages - 1}: {outside}; listed twice: {twice}")
-        bad = pages[wrong(pages)].tolist()
-        if bad:
-            more = f" and {len(bad) - _NAMED_FAULTS} more" if len(bad) > _NAMED_FAULTS else ""
-            raise UsageFault(f"pages that are not yours to name here: {bad[:_NAMED_FAULTS]}{more}")
-
-
-def _as_keys(keys: Keys) -> Keys:
-    """Checked, contiguous and writable, as the kernels are compiled."""
-    if keys.ndim != 2 or keys.shape[1] != 2 or keys.dtype != np.uint64:  # noqa: PLR2004 - two halves
-        raise UsageFault(f"keys are uint64 [n, 2], not {keys.dtype} {list(keys.shape)}")
-    return keys if keys.flags.c_contiguous and keys.flags.writeable else keys.copy()
-
-
-def _leading(run: Run, keys: Keys, ok: npt.NDArray[np.bool_] | int) -> int:
-    """How many leading pages of a reservation are complete."""
-    flags = ok if isinstance(ok, np.ndarray) else np.arange(run.count) < ok
-    if len(keys) != run.count or len(flags) != run.count:
-        raise UsageFault(f"{run.count} staged pages, {len(keys)} keys, {len(flags)} outcomes")
-    return run.count if flags.all() else int(flags.argmin())
+    def _copy_from(self, run: Run, sources: Pages) -> None:
+        """Pin the sources and give the run its targets, out of its promise."""
+        run.sources = sources
+        self._books.pin(sources)
+        targets = self._books.issue(len(sources), WRITABLE)
+        run.pages[run.count : run.count + len(targets)] = targets
+        run.count += len(targets)
+        self._entitled -= len(targets)

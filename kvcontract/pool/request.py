@@ -4,11 +4,11 @@
 
     answer = admit(pool, prompt_tokens=ids, max_new_tokens=64, keyer=keyer, scope=scope, prefix=prefix)
     with answer as req:                          # RequestKv; or Later, or Never(reason)
-        while req.committed_tokens < req.prompt_len:
+        while req.prefilling:
             chunk = req.schedule_prefill(512)
             req.apply_prefill(chunk, run(chunk)) # a token from the last chunk, None before
         while not req.finished:
-            chunk = req.schedule_decode()
+            chunk = req.schedule_decode()        # or schedule_speculative(drafts)
             req.apply_decode(chunk, run(chunk))
 
 A chunk is a proposal: `apply_*` says that its KV has been written, `revert` that the step came to nothing.
@@ -18,69 +18,22 @@ thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.model import Scope
+from kvcontract.pool.chunk import FULL, Chunk, Prefix, checked_prompt, usable_hold
 from kvcontract.pool.handles import Entitlement, Hold, Later, Never
-from kvcontract.pool.index import Keys, Pages
-from kvcontract.pool.keys import Keyer, PageKeys, TokenIds, token_array
+from kvcontract.pool.keys import Keyer, TokenIds, token_array
+from kvcontract.pool.media import Media, MediaItem
 from kvcontract.pool.pool import BlockPool
+from kvcontract.pool.sequence import Tokens, TokenSequence
+from kvcontract.pool.view import RequestView
 
-FULL = "full"
-"""Name of the block-id space of groups that reach back to the first token."""
-
-Tokens = npt.NDArray[np.int64]
-_Scalar = TypeVar("_Scalar", bound=np.generic)
-
-
-class Prefix(Protocol):
-    """What a resolve gives a request: the resident prefix it may start from."""
-
-    @property
-    def hold(self) -> Hold | None:
-        """Pins exactly `hit_tokens / page_tokens` pages; None for an empty prefix."""
-
-    @property
-    def hit_tokens(self) -> int:
-        """Length of the prefix."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """One step of one request.
-
-    Attributes:
-        token_ids: int64 [n], the tokens to run.
-        start: position of the first; as many tokens are in the cache before the step.
-        pages: page table of each block-id space, int32 [ceil((start + n) / page_tokens)], read-only (B17).
-        emits: whether a token is sampled after the last position (B19).
-        slots: live slot of each bounded group.
-        restore: snapshots to copy into live slots first.
-        checkpoint: token boundary at which the step's end is to be sealed.
-    """
-
-    token_ids: Tokens
-    start: int
-    pages: dict[str, Pages]
-    emits: bool
-    slots: dict[str, int] = field(default_factory=dict)
-    restore: tuple[tuple[int, int], ...] = ()
-    checkpoint: int | None = None
-
-    @property
-    def context_len(self) -> int:
-        """Tokens in the cache before the step."""
-        return self.start
-
-    @property
-    def end(self) -> int:
-        """Tokens in the cache after the step."""
-        return self.start + len(self.token_ids)
+__all__ = ["FULL", "Chunk", "Prefix", "RequestKv", "admit"]
 
 
 def admit(
@@ -91,6 +44,8 @@ def admit(
     keyer: Keyer,
     scope: Scope,
     prefix: Prefix | None = None,
+    anchor: int | None = None,
+    media: Sequence[MediaItem] = (),
 ) -> RequestKv | Later | Never:
     """Promise a request its lifetime pages, ceil((prompt + max_new) / page_tokens) (B1).
 
@@ -101,126 +56,46 @@ def admit(
         keyer: derives its page keys; of the pool's page size.
         scope: who may share its pages.
         prefix: start from it; consumed if the request is admitted, untouched otherwise.
+        anchor: the token that another engine sampled after the prompt, which `prefix` then covers entirely;
+            it counts as sampled, and the first step runs it (G4).
+        media: items of the prompt.
 
     Returns:
         The request; `Later` if it does not fit now; `Never` if it never can.
 
     Raises:
-        UsageFault: token ids out of range, an empty prompt, or a prefix that is not this request's.
+        UsageFault: token ids out of range, an empty prompt, items that cannot be, or a prefix that is not
+            this request's.
     """
-    tokens = _checked_prompt(pool, prompt_tokens, max_new_tokens, keyer)
+    tokens = checked_prompt(pool, prompt_tokens, max_new_tokens, keyer)
     lifetime = -(-(len(tokens) + max_new_tokens) // pool.page_tokens)
     if lifetime > pool.total:
         return Never(
             f"{lifetime} pages for {len(tokens)} + {max_new_tokens} tokens; the pool has {pool.total}"
         )
-    prompt_keys = keyer.chain(tokens, scope)
-    hold = None if prefix is None else _usable_hold(prefix, pool, len(tokens), prompt_keys)
-    answer = pool.try_admit(lifetime, hold)
-    if answer is None:
-        gauges = pool.gauges()
-        credit = 0 if hold is None else hold.hit_pages
-        return Later(max(1, lifetime - credit - (gauges.available - gauges.entitled)))
-    if isinstance(answer, Never):
+    capacity = len(tokens) + max_new_tokens
+    sequence = TokenSequence(keyer, scope, tokens, capacity, Media(media, len(tokens)))
+    hold = None if prefix is None else usable_hold(prefix, pool, sequence, anchor)
+    answer = _ask(pool, lifetime, hold)
+    if not isinstance(answer, Entitlement):
         return answer
-    return RequestKv(
-        pool,
-        answer,
-        keyer=keyer,
-        scope=scope,
-        prompt=tokens,
-        max_new_tokens=max_new_tokens,
-        prompt_keys=prompt_keys,
-        started=prefix is not None,
-    )
+    made = RequestKv(pool, answer, sequence, max_new_tokens=max_new_tokens)
+    if prefix is not None:
+        made._begin(prefix.hit_tokens, anchor)  # noqa: SLF001 - the rest of its construction
+    return made
 
 
-class RequestKv:
-    """An admitted request: a context that cannot leak. Made by `admit`.
-
-    Attributes:
-        scope: who may share its pages.
-        prompt_len: tokens of the prompt.
-        max_new_tokens: most tokens that it may sample.
-        hit_tokens: tokens it started with.
-        committed_tokens: tokens whose KV has been written.
-    """
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        entitlement: Entitlement,
-        *,
-        keyer: Keyer,
-        scope: Scope,
-        prompt: npt.NDArray[np.integer[Any]],
-        max_new_tokens: int,
-        prompt_keys: PageKeys,
-        started: bool,
-    ) -> None:
-        self.scope = scope
-        self.prompt_len = len(prompt)
-        self.max_new_tokens = max_new_tokens
-        self._pool = pool
-        self._entitlement = entitlement
-        self._keyer = keyer
-        self._tokens: Tokens = np.empty(len(prompt) + max_new_tokens, np.int64)
-        self._tokens[: len(prompt)] = prompt
-        self._length = len(prompt)
-        self._keys: Keys = np.empty((entitlement.lifetime_pages, 2), np.uint64)
-        self._keys[: len(prompt_keys)] = prompt_keys
-        self._keyed = len(prompt_keys)
-        self._started = started
-        self._chunk: Chunk | None = None
-        self.hit_tokens = entitlement.registered_pages * pool.page_tokens
-        self.committed_tokens = self.hit_tokens
-
-    # What it has
-
-    @property
-    def pool(self) -> BlockPool:
-        """Where its pages come from."""
-        return self._pool
-
-    @property
-    def tokens(self) -> Tokens:
-        """Prompt and sampled tokens, int64, read-only."""
-        return _read_only(self._tokens[: self._length])
-
-    @property
-    def pages(self) -> Pages:
-        """Its pages in order, int32, read-only."""
-        return self._entitlement.pages
-
-    @property
-    def registered(self) -> int:
-        """How many of its leading pages are complete and named."""
-        return self._entitlement.registered_pages
-
-    @property
-    def keys(self) -> Keys:
-        """Keys of the complete pages, uint64 [registered, 2], read-only."""
-        return _read_only(self._keys[: self.registered])
-
-    @property
-    def lifetime_pages(self) -> int:
-        """Pages it was promised in all."""
-        return self._entitlement.lifetime_pages
-
-    @property
-    def finished(self) -> bool:
-        """Whether all of its new tokens have been sampled."""
-        return self._length == self.prompt_len + self.max_new_tokens
-
-    @property
-    def released(self) -> bool:
-        """Whether its pages have been given back."""
-        return not self._entitlement.live
+class RequestKv(RequestView):
+    """An admitted request: a context that cannot leak. Made by `admit`, or by `fork`; see `RequestView`."""
 
     # Verbs
 
-    def start(self, prefix: Prefix) -> None:
+    def start(self, prefix: Prefix, *, anchor: int | None = None) -> None:
         """Begin after a prefix, which is consumed; for requests admitted without one.
+
+        Args:
+            prefix: as for `admit`.
+            anchor: as for `admit`.
 
         Raises:
             UsageFault: the request has begun, or the prefix is spent, of another pool, scope or prompt.
@@ -229,25 +104,35 @@ class RequestKv:
             raise UsageFault(
                 "the request has started already: by its first chunk, start() or admit(prefix=...)"
             )
-        complete = self._keys[: self.prompt_len // self._pool.page_tokens]
-        hold = _usable_hold(prefix, self._pool, self.prompt_len, complete)
+        hold = usable_hold(prefix, self._pool, self._sequence, anchor)
         if hold is not None:
             self._pool.adopt(self._entitlement, hold)
-        self._started = True
-        self.hit_tokens = self.committed_tokens = prefix.hit_tokens
+        self._begin(prefix.hit_tokens, anchor)
 
     def schedule_prefill(self, max_tokens: int) -> Chunk:
-        """The next at most `max_tokens` tokens of the prompt.
+        """The next at most `max_tokens` known tokens: of the prompt, or of what `resume` has to recompute.
 
         Raises:
-            UsageFault: the prompt is done, a chunk is outstanding, the request is released, or `max_tokens`
-                is below 1.
+            UsageFault: nothing is left to prefill, a chunk is outstanding, the request is released,
+                `max_tokens` is below 1, or an uncut item does not fit into it.
         """
-        if max_tokens < 1 or self.committed_tokens >= self.prompt_len:
+        known = len(self._sequence)
+        if max_tokens < 1 or not self.prefilling:
             raise UsageFault(
-                f"prefill of {max_tokens} tokens at {self.committed_tokens} of a prompt of {self.prompt_len}"
+                f"prefill of {max_tokens} tokens at {self.committed_tokens} of {known} known ones"
             )
-        return self._schedule(min(self.prompt_len, self.committed_tokens + max_tokens), last=self.prompt_len)
+        end = self._sequence.media.floor(min(known, self.committed_tokens + max_tokens))
+        if end <= self.committed_tokens:
+            raise UsageFault(
+                f"an uncut item lies at {self.committed_tokens}: a chunk has at least"
+                f" {self.least_prefill_tokens} tokens there, {max_tokens} were allowed"
+            )
+        return self._schedule(self._sequence.tokens[self.committed_tokens : end], emits=end == known)
+
+    @property
+    def least_prefill_tokens(self) -> int:
+        """Tokens of the shortest prefill chunk that is possible next: more than 1 before an uncut item."""
+        return self._sequence.media.ceil(self.committed_tokens + 1) - self.committed_tokens
 
     def apply_prefill(self, chunk: Chunk, token: int | None) -> None:
         """The chunk's KV is written; `token` is what was sampled, if the chunk emits.
@@ -255,7 +140,10 @@ class RequestKv:
         Raises:
             UsageFault: not the outstanding chunk, or a token where none is due, or none where one is.
         """
-        self._apply(chunk, token)
+        self._expect(chunk, drafts=False)
+        if (token is not None) != chunk.emits:
+            raise UsageFault(f"token {token} for a chunk that {'emits' if chunk.emits else 'does not emit'}")
+        self._apply(chunk, [] if token is None else [token])
 
     def schedule_decode(self) -> Chunk:
         """The step that runs the last sampled token.
@@ -264,12 +152,7 @@ class RequestKv:
             UsageFault: the prompt is not done, no token is left to sample, a chunk is outstanding, or the
                 request is released.
         """
-        if self._length != self.committed_tokens + 1 or self._length == self.prompt_len or self.finished:
-            raise UsageFault(
-                f"no decode step: {self.committed_tokens} of {self.prompt_len} prompt tokens committed,"
-                f" {self._length - self.prompt_len} of {self.max_new_tokens} tokens sampled"
-            )
-        return self._schedule(self._length, last=self._length)
+        return self.schedule_speculative(())
 
     def apply_decode(self, chunk: Chunk, token: int) -> None:
         """The chunk's KV is written and `token` was sampled.
@@ -277,7 +160,57 @@ class RequestKv:
         Raises:
             UsageFault: not the outstanding chunk.
         """
-        self._apply(chunk, token)
+        self.apply_prefill(chunk, token)
+
+    def schedule_speculative(self, drafts: TokenIds) -> Chunk:
+        """The step that runs the last sampled token and verifies proposals after it (B18).
+
+        Proposals that could not be sampled any more are left out, so that the step stays within the lifetime
+        (B1): of k drafts, `chunk.drafts` are in the chunk.
+
+        Args:
+            drafts: proposed token ids, any number of them.
+
+        Raises:
+            UsageFault: a draft is no token id, or as `schedule_decode`.
+        """
+        known = len(self._sequence)
+        if self.prefilling or not self.new_tokens or self.finished:
+            raise UsageFault(
+                f"no decode step: {self.committed_tokens} of {self.prompt_len} prompt tokens committed,"
+                f" {self.new_tokens} of {self.max_new_tokens} tokens sampled"
+            )
+        proposed = token_array(drafts)[: self.max_new_tokens - self.new_tokens - 1]
+        step = np.concatenate([self._sequence.tokens[known - 1 :], proposed]).astype(np.int64)
+        return self._schedule(step, emits=True, drafts=len(proposed))
+
+    def apply_speculative(
+        self, chunk: Chunk, accepted_tokens: Sequence[int], *, stop_token_ids: Collection[int] = ()
+    ) -> tuple[int, ...]:
+        """The chunk's KV is written; these tokens were sampled: accepted drafts, then one of the model's own.
+
+        Rows of rejected drafts are given up, and pages that only they needed return at once (B18).
+
+        Args:
+            chunk: the outstanding one.
+            accepted_tokens: 1 to `chunk.drafts` + 1 tokens, all but the last equal to the drafts.
+            stop_token_ids: the first of these ends the accepted run: what follows it was never sampled.
+
+        Returns:
+            The tokens that count.
+
+        Raises:
+            UsageFault: not the outstanding chunk, or tokens that it cannot have given.
+        """
+        self._expect(chunk, drafts=True)
+        tokens = token_array(accepted_tokens).tolist()
+        drafts = chunk.token_ids[1:].tolist()
+        if not 1 <= len(tokens) <= chunk.drafts + 1 or tokens[:-1] != drafts[: len(tokens) - 1]:
+            raise UsageFault(f"tokens {tokens} for drafts {drafts}: accepted drafts, then one token more")
+        stops = (number for number, token in enumerate(tokens) if token in stop_token_ids)
+        del tokens[next(stops, len(tokens)) + 1 :]
+        self._apply(chunk, tokens)
+        return tuple(tokens)
 
     def revert(self, chunk: Chunk) -> None:
         """The step came to nothing: the request is as before it was scheduled.
@@ -285,11 +218,101 @@ class RequestKv:
         Raises:
             UsageFault: not the outstanding chunk.
         """
-        self._expect(chunk)
+        self._expect(chunk, drafts=True)
         self._chunk = None
-        keep = -(-chunk.start // self._pool.page_tokens)
-        if len(self.pages) > keep:
-            self._pool.retract(self._entitlement, self.pages[keep:].copy())
+        self._keep(chunk.start)
+
+    def fork(self, last_token: int | None = None) -> RequestKv | Later:
+        """A second request that goes on from here on its own, for n > 1 and beams (B23).
+
+        Complete pages are shared; the others are copied: its first chunk names the `copies` to make before
+        the step runs. Whatever this request does meanwhile, the sources stay.
+
+        Args:
+            last_token: what the branch sampled instead of the last token, whose KV is not written yet.
+
+        Returns:
+            The branch, with a promise of its own; `Later` if that does not fit now.
+
+        Raises:
+            UsageFault: a chunk is outstanding, the first step after a fork is not done, the request is
+                released or finished, or there is no sampled token to replace.
+        """
+        self._refuse_when_busy()
+        if self.finished or (last_token is not None and (self.prefilling or not self.new_tokens)):
+            raise UsageFault("no branch: the request is finished, or has no sampled token to replace")
+        if last_token is not None:
+            token_array([last_token])
+        shared, have = self.registered, len(self.pages)
+        answer = self._pool.fork(
+            self._entitlement, self.lifetime_pages, shared_pages=shared, copied_pages=have - shared
+        )
+        if not isinstance(answer, Entitlement):
+            return _later(self._pool, self.lifetime_pages, shared)
+        sequence = self._sequence.branch(last_token)
+        made = RequestKv(self._pool, answer, sequence, max_new_tokens=self.max_new_tokens)
+        made.prompt_len, made._started = self.prompt_len, True
+        made.hit_tokens = made.committed_tokens = self.committed_tokens
+        return made
+
+    def preempt(self) -> None:
+        """Give pages and promise back, keep the tokens: `resume` goes on later (B20).
+
+        Raises:
+            UsageFault: a chunk is outstanding, or the request is released, preempted or finished.
+        """
+        self._refuse_when_busy()
+        if self.finished:
+            raise UsageFault("a finished request has nothing to resume; release it")
+        self._pool.release(self._entitlement)
+        self._preempted = True
+        self.committed_tokens = 0
+
+    def resume(self, prefix: Prefix | None = None) -> Later | None:
+        """Take all lifetime pages again, or none: what is resident is kept, the rest prefilled again (B20).
+
+        Args:
+            prefix: what a store has restored meanwhile; consumed on success. None: what is on the device.
+
+        Returns:
+            None: it goes on. `Later`: it does not fit now, and nothing has changed.
+
+        Raises:
+            UsageFault: the request is not preempted, or the prefix is not one of its own.
+        """
+        if not self._preempted:
+            raise UsageFault("only a preempted request is resumed")
+        if prefix is not None:
+            answer = _ask(self._pool, self.lifetime_pages, usable_hold(prefix, self._pool, self._sequence))
+        else:
+            size = self._pool.page_tokens
+            pages = self._sequence.media.floor_pages(len(self._sequence) - 1, size)
+            with self._pool.match(self._sequence.keys(pages)) as hold:
+                hold.trim(self._sequence.media.floor_pages(hold.hit_pages * size, size))
+                answer = _ask(self._pool, self.lifetime_pages, hold)
+        if isinstance(answer, Never):
+            raise UsageFault(answer.reason)
+        if isinstance(answer, Later):
+            return answer
+        self._entitlement, self._preempted, self._started = answer, False, True
+        if self._reset_from is not None:
+            self._pool.mark_reset(answer, self._reset_from)
+        held = self.registered * self._pool.page_tokens
+        self.committed_tokens = held if prefix is None else prefix.hit_tokens
+        return None
+
+    def mark_reset(self, first_page: int | None = None) -> None:
+        """Do not keep its pages for reuse once they are released (B13).
+
+        Args:
+            first_page: from this one on; None: all but those it started with.
+
+        Raises:
+            UsageFault: the request is released.
+        """
+        first = self.hit_tokens // self._pool.page_tokens if first_page is None else first_page
+        self._pool.mark_reset(self._entitlement, first)
+        self._reset_from = first
 
     def release(self) -> None:
         """Give pages and promise back.
@@ -299,100 +322,85 @@ class RequestKv:
         """
         if self._chunk is not None:
             raise UsageFault("a chunk is outstanding; apply or revert it before release()")
-        self._pool.release(self._entitlement)
+        if self._preempted:
+            self._preempted = False
+        else:
+            self._pool.release(self._entitlement)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.released:
-            return
         if self._chunk is not None:
             self.revert(self._chunk)
-        self.release()
+        if self._preempted or not self.released:
+            self.release()
 
     # Steps
 
-    def _schedule(self, end: int, *, last: int) -> Chunk:
-        if self._chunk is not None or self.released:
-            raise UsageFault("the request is released" if self.released else "a chunk is outstanding")
-        needed = -(-end // self._pool.page_tokens)
+    def _begin(self, hit_tokens: int, anchor: int | None) -> None:
+        self._started = True
+        self.hit_tokens = self.committed_tokens = hit_tokens
+        if anchor is not None:
+            self._sequence.append(token_array([anchor]).tolist())
+
+    def _schedule(self, token_ids: Tokens, *, emits: bool, drafts: int = 0) -> Chunk:
+        self._refuse_when_busy()
+        start = self.committed_tokens
+        needed = -(-(start + len(token_ids)) // self._pool.page_tokens)
         if needed > len(self.pages):
             self._pool.draw(self._entitlement, needed - len(self.pages))
-        start = self.committed_tokens
         self._chunk = Chunk(
-            token_ids=self._tokens[start:end].copy(),
+            token_ids=token_ids.copy(),
             start=start,
             pages={FULL: self.pages[:needed]},
-            emits=end == last,
+            emits=emits,
+            drafts=drafts,
+            copies=self._entitlement.copies,
         )
         return self._chunk
 
-    def _apply(self, chunk: Chunk, token: int | None) -> None:
-        self._expect(chunk)
-        if (token is not None) != chunk.emits:
-            raise UsageFault(f"token {token} for a chunk that {'emits' if chunk.emits else 'does not emit'}")
-        if token is not None:
-            token_array([token])
-            self._tokens[self._length] = token
-            self._length += 1
+    def _apply(self, chunk: Chunk, tokens: list[int]) -> None:
+        self._sequence.append(token_array(tokens).tolist())
         self._chunk = None
-        self.committed_tokens = chunk.end
+        if chunk.copies:
+            self._pool.copied(self._entitlement)
+        self.committed_tokens = chunk.end - chunk.drafts + max(0, len(tokens) - 1)
+        self._keep(self.committed_tokens)
         self._register()
+
+    def _keep(self, tokens: int) -> None:
+        """Return the pages that lie beyond the first `tokens` tokens."""
+        keep = -(-tokens // self._pool.page_tokens)
+        if len(self.pages) > keep:
+            self._pool.retract(self._entitlement, self.pages[keep:].copy())
 
     def _register(self) -> None:
         """Name the pages whose last row has just been written."""
-        first, last = self.registered, self.committed_tokens // self._pool.page_tokens
-        if last > self._keyed:
-            size = self._pool.page_tokens
-            parent = self._keys[self._keyed - 1] if self._keyed else None
-            fresh = self._tokens[self._keyed * size : last * size]
-            self._keys[self._keyed : last] = self._keyer.chain(fresh, self.scope, parent=parent)
-            self._keyed = last
+        first = self.registered
+        last = self._sequence.media.floor_pages(self.committed_tokens, self._pool.page_tokens)
         if last > first:
-            self._pool.register(self._entitlement, self._keys[first:last])
+            content = self._sequence.content(first, last) if self._pool.events is not None else None
+            self._pool.register(self._entitlement, self._sequence.keys(last)[first:], content)
 
-    def _expect(self, chunk: Chunk) -> None:
+    def _refuse_when_busy(self) -> None:
+        if self._chunk is not None or self.released:
+            gone = "the request is preempted; resume it" if self._preempted else "the request is released"
+            raise UsageFault(gone if self.released else "a chunk is outstanding")
+
+    def _expect(self, chunk: Chunk, *, drafts: bool) -> None:
         if chunk is not self._chunk:
             raise UsageFault("not the outstanding chunk of this request: applied, reverted or another's")
+        if chunk.drafts and not drafts:
+            raise UsageFault(
+                f"a chunk with {chunk.drafts} drafts; apply_speculative says which were accepted"
+            )
 
 
-def _checked_prompt(
-    pool: BlockPool, prompt_tokens: TokenIds, max_new_tokens: int, keyer: Keyer
-) -> npt.NDArray[np.integer[Any]]:
-    """The prompt as an array, after checking all that a caller may have got wrong."""
-    tokens = token_array(prompt_tokens)
-    faults = []
-    if not tokens.size:
-        faults.append("the prompt is empty; allowed is 1 token or more")
-    if max_new_tokens < 1:
-        faults.append(f"max_new_tokens is {max_new_tokens}; allowed is 1 or more")
-    if keyer.page_tokens != pool.page_tokens:
-        faults.append(
-            f"keys are made for pages of {keyer.page_tokens} tokens, the pool has {pool.page_tokens}"
-        )
-    if faults:
-        raise UsageFault("; ".join(faults))
-    return tokens
+def _ask(pool: BlockPool, lifetime: int, hold: Hold | None) -> Entitlement | Later | Never:
+    answer = pool.try_admit(lifetime, hold)
+    return _later(pool, lifetime, 0 if hold is None else hold.hit_pages) if answer is None else answer
 
 
-def _usable_hold(prefix: Prefix, pool: BlockPool, prompt_tokens: int, keys: Keys) -> Hold | None:
-    """The hold of a prefix, after checking that it is a prefix of this prompt in this pool and scope."""
-    hold = prefix.hold
-    pinned = 0 if hold is None else hold.hit_pages
-    if prefix.hit_tokens != pinned * pool.page_tokens or prefix.hit_tokens >= prompt_tokens:  # A12, A13
-        raise UsageFault(
-            f"a prefix of {prefix.hit_tokens} tokens that pins {pinned} pages of {pool.page_tokens}, for a"
-            f" prompt of {prompt_tokens}: it must pin exactly its pages and leave a token to compute"
-        )
-    if hold is not None and hold.pool is not pool:
-        raise UsageFault("the prefix was resolved in another pool")
-    if hold is not None and not np.array_equal(hold.keys, keys[:pinned]):  # D1
-        raise UsageFault("the prefix was resolved for other tokens or another scope")
-    return hold
-
-
-def _read_only(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
-    view = array.view()
-    view.flags.writeable = False
-    return view
+def _later(pool: BlockPool, lifetime: int, credit: int) -> Later:
+    return Later(max(1, lifetime - credit - pool.budget()))

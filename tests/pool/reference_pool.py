@@ -16,6 +16,7 @@ class Page:
     parent: Key = ROOT
     owners: int = 1
     pins: int = 0
+    reset: bool = False
 
     @property
     def idle(self) -> bool:
@@ -30,6 +31,14 @@ class Run:
     pages: list[Page]
     lifetime: int = 0
     named: int = 0
+    boundary: bool = False  # of a hold: its last page is a partial one
+    sources: list[Page] = field(default_factory=list)  # of copies still to be made
+    reset_from: int | None = None
+
+    @property
+    def full(self) -> int:
+        """Full pages."""
+        return len(self.pages) - int(self.boundary)
 
 
 @dataclass
@@ -76,11 +85,11 @@ class ReferencePool:
                 del self.named[page.key]
         self.free += 1
 
-    def match(self, keys: list[Key]) -> Run:
-        """Own the longest resident prefix that promises leave room for."""
+    def match(self, keys: list[Key], partial: Key | None = None) -> Run:
+        """Own the longest resident prefix that promises leave room for, a partial page after it included."""
         pages: list[Page] = []
         room = self.available - self.entitled
-        for key in keys:
+        for key in keys if partial is None else [*keys, partial]:
             if key not in self.named:
                 break
             page = self.named[key][0]
@@ -89,7 +98,16 @@ class ReferencePool:
                 break
             self.own(page)
             pages.append(page)
-        return Run(pages, named=len(pages))
+        return Run(pages, named=len(pages), boundary=len(pages) > len(keys))
+
+    def rooms_without(self, holds: list[Run]) -> list[int]:
+        """Room as more and more holds are let go."""
+        rooms = []
+        for count in range(len(holds) + 1):
+            gone = [page for hold in holds[:count] for page in hold.pages]
+            freed = {id(page) for page in gone if page.owners + page.pins == gone.count(page)}
+            rooms.append(self.available - self.entitled + len(freed))
+        return rooms
 
     def own(self, page: Page) -> None:
         """One more owner of a resident page."""
@@ -103,14 +121,32 @@ class ReferencePool:
             page.owners -= 1
             if page.idle:
                 self.settle(page, before=None)
+        self.sweep()
 
     def settle(self, page: Page, before: Page | None) -> None:
         """A page that nobody keeps is cached or freed."""
         copies = self.named.get(page.key, []) if page.key is not None else []
-        if self.retention and copies == [page]:
+        if self.retention and copies == [page] and not page.reset:
             self.order.insert(self.order.index(before) if before else len(self.order), page)
         else:
             self.forget(page)
+
+    def sweep(self) -> None:
+        """Free cached pages that hang on nothing."""
+        for page in [each for each in self.order if not self.reachable(each)]:
+            self.evict(page)
+
+    def reachable(self, page: Page) -> bool:
+        """Whether a chain of resident pages leads to an owned page or the start."""
+        parent = page.parent
+        while parent != ROOT:
+            if parent not in self.named:
+                return False
+            ancestor = self.named[parent][0]
+            if ancestor.owners:
+                break
+            parent = ancestor.parent
+        return True
 
     def reserve(self, count: int) -> Run | None:
         """Pages for a restore, if promises leave that many."""
@@ -157,12 +193,37 @@ class ReferencePool:
 
     def admit(self, lifetime: int, hold: Run | None) -> Run | None:
         """Promise `lifetime` pages, the first of which are there already."""
-        pages = hold.pages if hold else []
-        if lifetime - len(pages) > self.available - self.entitled:
+        full = hold.full if hold else 0
+        if lifetime - full > self.available - self.entitled:
             return None
-        run = Run(list(pages), lifetime, len(pages))
+        run = Run(list(hold.pages[:full]) if hold else [], lifetime, full)
         self.promises.append(run)
+        if hold and hold.boundary:
+            self.copy(run, hold.pages[full:])
+            self.disown(hold.pages[full:])
         return run
+
+    def fork(self, parent: Run, lifetime: int, shared: int, copied: int) -> Run | None:
+        """Promise a branch its pages, the first of which it shares."""
+        if lifetime - shared > self.available - self.entitled:
+            return None
+        run = Run(parent.pages[:shared], lifetime, shared)
+        for page in run.pages:
+            page.owners += 1
+        self.promises.append(run)
+        self.copy(run, parent.pages[shared : shared + copied])
+        return run
+
+    def copy(self, run: Run, sources: list[Page]) -> None:
+        """Pages of its own for what is to be copied."""
+        run.sources = list(sources)
+        self.pin(sources)
+        run.pages += self.issue(len(sources))
+
+    def copied(self, run: Run) -> None:
+        """Copies are made."""
+        sources, run.sources = run.sources, []
+        self.unpin(sources)
 
     def draw(self, run: Run, count: int) -> None:
         """Promised pages."""
@@ -185,6 +246,9 @@ class ReferencePool:
     def end(self, run: Run) -> None:
         """Pages and the rest of the promise go back."""
         self.promises.remove(run)
+        for page in run.pages[run.reset_from :] if run.reset_from is not None else []:
+            page.reset = True
+        self.copied(run)
         self.disown(run.pages)
 
     def pin(self, pages: list[Page]) -> None:
@@ -195,11 +259,11 @@ class ReferencePool:
     def unpin(self, pages: list[Page]) -> None:
         """Keep pages no longer; duplicates first, then what shares its name, then the rest in order."""
         copies = [page for page in pages if page.key and self.named[page.key][0] is not page]
-        others = [page for page in pages if page not in copies]
-        for page in reversed(copies):
-            self.unpin_one(page)
-        for page in others:
-            self.unpin_one(page)
+        marked = [page for page in pages if page not in copies and page.reset]
+        for group in (copies[::-1], marked[::-1], [p for p in pages if p not in [*copies, *marked]]):
+            for page in group:
+                self.unpin_one(page)
+            self.sweep()
 
     def unpin_one(self, page: Page) -> None:
         """One pin less."""
@@ -209,7 +273,7 @@ class ReferencePool:
 
     def settle_loose(self, page: Page) -> None:
         """Settle a page whose ancestors may be cached or gone."""
-        if not self.retention or page.key is None or self.named[page.key] != [page]:
+        if not self.retention or page.key is None or page.reset or self.named[page.key] != [page]:
             self.settle(page, before=None)
             return
         parent = page.parent
@@ -230,4 +294,16 @@ class ReferencePool:
         """Off drains the cache."""
         self.retention = on
         while not on and self.order:
+            self.evict(self.order[0])
+
+    @property
+    def clearable(self) -> bool:
+        """Whether nobody uses or is about to fill a named page."""
+        return not self.promises and not any(
+            page.owners + page.pins for run in self.named.values() for page in run
+        )
+
+    def clear(self) -> None:
+        """Forget everything."""
+        while self.order:
             self.evict(self.order[0])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from reference_pool import ROOT, Page, ReferencePool, Run
 
-from kvcontract.pool import BlockPool, Entitlement, Hold, Never, Reservation
+from kvcontract.contract.errors import UsageFault
+from kvcontract.pool import BlockPool, Content, Entitlement, EventLog, Hold, Never, Reservation
+from kvcontract.pool.events import replay
 
 DEPTH = 4
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=DEPTH)
@@ -28,25 +31,42 @@ def as_keys(keys: list[int]) -> np.ndarray:
     return np.array([[key % 4, key] for key in keys], np.uint64).reshape(-1, 2)
 
 
+PARTIAL = 1 << 20
+
+
+def partial(keys: list[int]) -> int:
+    """Name of the partial page that follows some pages."""
+    return PARTIAL + (keys[-1] if keys else 0)
+
+
+def content(keys: list[int]) -> Content:
+    """What the pages of some keys hold: each token is the key."""
+    return Content(np.repeat(np.array([key for key in keys if key < PARTIAL], np.int64), 4))
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any order of verbs: matches, restores, admissions, draws, names, saves, releases."""
 
     @initialize(total=st.integers(3, 12))
     def begin(self, total: int) -> None:
         """A pool of some pages."""
-        self.pool = BlockPool(total + 1, 4)
+        self.log = EventLog()
+        self.heard = []
+        self.pool = BlockPool(total + 1, 4, events=self.log)
         self.model = ReferencePool(total)
         self.holds: list[tuple[Hold, Run, list[int]]] = []
         self.staged: list[tuple[Reservation, Run]] = []
         self.active: list[tuple[Entitlement, Run, list[int]]] = []
         self.saves: list[tuple[np.ndarray, list[Page]]] = []
 
-    @rule(path=PATHS)
-    def match(self, path: list[int]) -> None:
-        """Resolve a prefix."""
+    @rule(path=PATHS, to_the_end=st.booleans())
+    def match(self, path: list[int], to_the_end: bool) -> None:
+        """Resolve a prefix, with a partial page after it or without."""
         keys = names(path)
-        hold, run = self.pool.match(as_keys(keys)), self.model.match(keys)
-        assert hold.hit_pages == len(run.pages)
+        key = partial(keys) if to_the_end else None
+        hold = self.pool.match(as_keys(keys), boundary=None if key is None else as_keys([key])[0])
+        run = self.model.match(keys, key)
+        assert (hold.hit_pages, hold.boundary_key is not None) == (run.full, run.boundary)
         self.holds.append((hold, run, path))
 
     @precondition(lambda self: self.holds)
@@ -54,16 +74,25 @@ class PoolMachine(RuleBasedStateMachine):
     def release_or_trim_hold(self, data: st.DataObject, drop: bool) -> None:
         """Give a hold back, or its tail."""
         hold, run, path = chosen = data.draw(st.sampled_from(self.holds))
-        keep = 0 if drop else data.draw(st.integers(0, len(run.pages)))
+        keep = 0 if drop else data.draw(st.integers(0, run.full))
         self.holds.remove(chosen)  # after the last draw, which may end the example
-        tail = run.pages[keep:]
         if drop:
             hold.release()
-        else:
-            hold.trim(keep)
-            kept = Run(run.pages[:keep], named=keep)
-            self.holds.append((hold, kept, path))
-        self.model.disown(tail)
+            self.model.disown(run.pages)
+            return
+        hold.trim(keep)
+        kept = run if keep == run.full else Run(run.pages[:keep], named=keep)
+        self.holds.append((hold, kept, path))
+        self.model.disown(run.pages[len(kept.pages) :])
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def rooms_without(self, data: st.DataObject) -> None:
+        """What shedding holds would give (B8), and what a request with one of them may be promised (B9)."""
+        chosen = data.draw(st.permutations(self.holds))
+        rooms = self.model.rooms_without([run for _, run, _ in chosen])
+        assert self.pool.rooms_without([hold for hold, *_ in chosen]) == rooms
+        assert self.pool.budget(chosen[0][0]) == rooms[0] + chosen[0][1].full
 
     @rule(count=st.integers(1, 4))
     def reserve(self, count: int) -> None:
@@ -74,19 +103,27 @@ class PoolMachine(RuleBasedStateMachine):
             self.staged.append((reservation, run))
 
     @precondition(lambda self: self.staged and self.holds)
-    @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
-        """A restore landed, all or in part, for a hold that waits for it."""
+    @rule(data=st.data(), to_the_end=st.booleans())
+    def commit(self, data: st.DataObject, to_the_end: bool) -> None:
+        """A restore landed, all or in part, for a hold that waits for it; it may end in a partial page."""
         reservation, run = self.staged[-1]
         hold, base, path = chosen = data.draw(st.sampled_from(self.holds))
-        start = len(base.pages)
+        start = base.full
         keys = names([*path, 0, 0, 0, 0, 0, 0, 0, 0])[start : start + len(run.pages)]
+        before = names(path)[:start]
+        if to_the_end:
+            keys[-1] = partial([*before, *keys[:-1]])
         good = data.draw(st.integers(0, len(keys)))
+        names_known = {"content": content(keys[:good]), "boundary": to_the_end}
+        if base.boundary:
+            with pytest.raises(UsageFault, match="partial page"):
+                self.pool.commit(reservation, as_keys(keys), good, base=hold, **names_known)
+            return
         self.holds.remove(chosen)
         self.staged.pop()
-        parent = names(path)[start - 1] if start else ROOT
-        longer = self.pool.commit(reservation, as_keys(keys), good, base=hold)
-        merged = self.model.commit(run, keys[:good], base, parent)
+        longer = self.pool.commit(reservation, as_keys(keys), good, base=hold, **names_known)
+        merged = self.model.commit(run, keys[:good], base, before[-1] if before else ROOT)
+        merged.boundary = to_the_end and good == len(keys)
         self.holds.append((longer, merged, [*path, 0, 0, 0, 0]))
 
     @precondition(lambda self: self.staged)
@@ -101,7 +138,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.disown(run.pages)
             return
         parent = as_keys(names(path))[start - 1] if start else None
-        self.pool.commit_late(reservation, as_keys(keys), len(keys), parent=parent)
+        told = content(keys)
+        self.pool.commit_late(reservation, as_keys(keys), len(keys), parent=parent, content=told)
         self.model.commit_late(run, keys, names(path)[start - 1] if start else ROOT)
 
     @rule(data=st.data(), path=PATHS, extra=st.integers(0, 3), with_hold=st.booleans())
@@ -133,8 +171,49 @@ class PoolMachine(RuleBasedStateMachine):
         self.model.draw(run, count)
         keys = names(path)[run.named : len(run.pages)]
         keys = keys[: data.draw(st.integers(0, len(keys)))]
-        self.pool.register(entitlement, as_keys(keys))
+        if run.sources and keys:
+            with pytest.raises(UsageFault, match="still to be copied"):
+                self.pool.register(entitlement, as_keys(keys), content(keys))
+            return
+        self.pool.register(entitlement, as_keys(keys), content(keys))
         self.model.register(run, keys)
+
+    @precondition(lambda self: self.active)
+    @rule(data=st.data(), extra=st.integers(0, 2))
+    def fork(self, data: st.DataObject, extra: int) -> None:
+        """A request branches (B23)."""
+        entitlement, run, path = data.draw(st.sampled_from(self.active))
+        shared = data.draw(st.integers(0, run.named))
+        copied = data.draw(st.integers(0, len(run.pages) - shared))
+        lifetime = shared + copied + extra
+        if run.sources:
+            with pytest.raises(UsageFault, match="to be copied"):
+                self.pool.fork(entitlement, lifetime, shared_pages=shared, copied_pages=copied)
+            return
+        answer = self.pool.fork(entitlement, lifetime, shared_pages=shared, copied_pages=copied)
+        branch = self.model.fork(run, lifetime, shared, copied) if lifetime <= self.model.total else None
+        assert isinstance(answer, Entitlement) == (branch is not None)
+        if isinstance(answer, Entitlement) and branch is not None:
+            turn = data.draw(st.integers(0, 1))
+            self.active.append((answer, branch, [*path[:shared], turn, turn, turn]))
+
+    @precondition(lambda self: any(run.sources for _, run, _ in self.active))
+    @rule(data=st.data())
+    def copied(self, data: st.DataObject) -> None:
+        """The copies of a branch are made."""
+        waiting = [each for each in self.active if each[1].sources]
+        entitlement, run, _ = data.draw(st.sampled_from(waiting))
+        assert len(entitlement.copies) == len(run.sources)
+        self.pool.copied(entitlement)
+        self.model.copied(run)
+
+    @precondition(lambda self: self.active)
+    @rule(data=st.data())
+    def mark_reset(self, data: st.DataObject) -> None:
+        """A request's pages are not to be kept (B13)."""
+        entitlement, run, _ = data.draw(st.sampled_from(self.active))
+        run.reset_from = data.draw(st.integers(0, len(run.pages)))
+        self.pool.mark_reset(entitlement, run.reset_from)
 
     @precondition(lambda self: self.active)
     @rule(data=st.data())
@@ -142,7 +221,8 @@ class PoolMachine(RuleBasedStateMachine):
         """A step came to nothing."""
         entitlement, run, _ = data.draw(st.sampled_from(self.active))
         first = len(run.pages)
-        while first > run.named and not run.pages[first - 1].pins:
+        fixed = run.named + len(run.sources)
+        while first > fixed and run.pages[first - 1].owners == 1 and not run.pages[first - 1].pins:
             first -= 1
         count = data.draw(st.integers(0, len(run.pages) - first))
         self.pool.retract(entitlement, entitlement.pages[len(run.pages) - count :].copy())
@@ -182,6 +262,18 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.set_retention(on)
         self.model.set_retention(on=on)
 
+    @rule(now=st.integers(0, 7).map(lambda number: number == 0))
+    def clear(self, now: bool) -> None:
+        """A reset, refused unless the pool is idle (C11)."""
+        if self.model.clearable and not self.staged:
+            if not now:
+                return
+            self.pool.clear()
+            self.model.clear()
+        else:
+            with pytest.raises(UsageFault, match="idle"):
+                self.pool.clear()
+
     @rule(path=PATHS)
     def probe(self, path: list[int]) -> None:
         """Presence is the model's."""
@@ -202,7 +294,28 @@ class PoolMachine(RuleBasedStateMachine):
             order.append(int(books.index.keys[page, 1]))
             page = books.order[0, page]
         assert order == [each.key for each in model.order]
-        assert gauges.pinned == len({id(each) for _, pages in self.saves for each in pages})
+        sources = [page for _, run, _ in self.active for page in run.sources]
+        assert gauges.pinned == len(
+            {id(each) for each in [*sources, *(p for _, run in self.saves for p in run)]}
+        )
+        assert (gauges.requests, gauges.reservations) == (len(self.active), len(self.staged))
+        assert gauges.holds == len(self.holds)
+
+    @invariant()
+    def events_tell_the_index(self) -> None:
+        """Replaying every event gives the natural names, their parents and their tokens (I7)."""
+        if not hasattr(self, "pool"):
+            return
+        self.heard += self.log.take()
+        resident = {key: pages[0].parent for key, pages in self.model.named.items() if key < PARTIAL}
+        expected = {
+            as_keys([key]).tobytes(): (
+                as_keys([parent]).tobytes() if parent != ROOT else bytes(16),
+                np.full(4, key, np.int64).tobytes(),
+            )
+            for key, parent in resident.items()
+        }
+        assert replay(self.heard) == expected
 
     def teardown(self) -> None:
         """Everything goes back: nothing is held, nothing promised."""
@@ -218,6 +331,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestPoolAgainstReference = PoolMachine.TestCase

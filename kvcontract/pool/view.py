@@ -1,0 +1,105 @@
+"""What an admitted request has: tokens, pages, keys, and how far it is. `request.py` has its verbs."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcontract.pool.chunk import Chunk
+from kvcontract.pool.handles import NO_PAGES, Entitlement
+from kvcontract.pool.index import Keys, Pages
+from kvcontract.pool.pool import BlockPool
+from kvcontract.pool.sequence import Tokens, TokenSequence
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+class RequestView:
+    """What an admitted request has.
+
+    Attributes:
+        scope: who may share its pages.
+        prompt_len: tokens of the prompt.
+        max_new_tokens: most tokens that it may sample.
+        hit_tokens: tokens it started with.
+        committed_tokens: tokens whose KV has been written.
+    """
+
+    def __init__(
+        self, pool: BlockPool, entitlement: Entitlement, sequence: TokenSequence, *, max_new_tokens: int
+    ) -> None:
+        self.scope = sequence.scope
+        self.prompt_len = len(sequence)
+        self.max_new_tokens = max_new_tokens
+        self.hit_tokens = 0
+        self.committed_tokens = 0
+        self._pool = pool
+        self._entitlement = entitlement
+        self._sequence = sequence
+        self._started = False
+        self._preempted = False
+        self._reset_from: int | None = None
+        self._chunk: Chunk | None = None
+
+    @property
+    def pool(self) -> BlockPool:
+        """Where its pages come from."""
+        return self._pool
+
+    @property
+    def tokens(self) -> Tokens:
+        """Prompt and sampled tokens, int64, read-only."""
+        return _read_only(self._sequence.tokens)
+
+    @property
+    def pages(self) -> Pages:
+        """Its pages in order, int32, read-only; none while it is preempted."""
+        return _read_only(NO_PAGES) if self._preempted else self._entitlement.pages
+
+    @property
+    def registered(self) -> int:
+        """How many of its leading pages are complete and named."""
+        return 0 if self._preempted else self._entitlement.registered_pages
+
+    @property
+    def keys(self) -> Keys:
+        """Keys of the complete pages, uint64 [registered, 2], read-only."""
+        return _read_only(self._sequence.keys(self.registered))
+
+    @property
+    def lifetime_pages(self) -> int:
+        """Pages it was promised in all."""
+        return self._entitlement.lifetime_pages
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self._sequence) - self.prompt_len
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the next step is a prefill: known tokens, beyond the last sampled one, are to be run."""
+        return len(self._sequence) - self.committed_tokens > int(self.new_tokens > 0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its new tokens have been sampled."""
+        return self.new_tokens == self.max_new_tokens
+
+    @property
+    def released(self) -> bool:
+        """Whether its pages have been given back, for good or until `resume`."""
+        return not self._entitlement.live
+
+    @property
+    def preempted(self) -> bool:
+        """Whether it waits for `resume`."""
+        return self._preempted
+
+
+def _read_only(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,45 @@
+"""Every clause of behaviours B and D has a test that names it, here or in another room's tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+CLAUSES = {*(f"B{number}" for number in range(1, 24)), *(f"D{number}" for number in range(1, 10))}
+ELSEWHERE = {
+    "D3": "a tier that cannot honour a scope: a pool has no tiers; the store refuses it when it is built",
+}
+"""Clauses that no pool can break and no test names yet; an entry that has become needless fails too."""
+
+
+def cited(text: str) -> set[str]:
+    """Clause ids in a name (`test_b12_...`) or a docstring (`B12`)."""
+    found = re.findall(r"(?:^|_)([bd]\d+)(?=_)|\b([BD]\d+)\b", text)
+    return {(name or doc).upper() for name, doc in found}
+
+
+def citations() -> dict[str, set[str]]:
+    """Clause ids of every test function under tests/."""
+    found = {}
+    for file in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                text = ast.get_docstring(node) or ""
+                found[f"{file.name}::{node.name}"] = cited(node.name) | cited(text)
+    return found
+
+
+def test_every_clause_is_named_by_a_test() -> None:
+    """B1 to B23 and D1 to D9: a clause without a test fails here, and so does a needless excuse."""
+    named = set().union(*citations().values())
+    missing = sorted(CLAUSES - named - set(ELSEWHERE))
+    assert not missing, f"no test names {', '.join(missing)}"
+    assert not named & set(ELSEWHERE), f"tested by now: {sorted(named & set(ELSEWHERE))}"
+
+
+def test_cited_finds_names_and_docstrings() -> None:
+    """Ids count in either place, and only as whole words."""
+    assert cited("test_b12_and_d4_meet") == {"B12", "D4"}
+    assert cited("Says why (B5, D1); not AB12, B.") == {"B5", "D1"}
