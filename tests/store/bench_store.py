@@ -160,6 +160,14 @@ class HeldTier:
         """Straight through."""
         return self.inner.flush(level, deadline)
 
+    def on_loss(self, callback: Callable[[RecordKeys, str], object]) -> Callable[[], None]:
+        """Straight through."""
+        return self.inner.on_loss(callback)
+
+    def reset(self, deadline: float) -> Pending[bool]:
+        """Straight through."""
+        return self.inner.reset(deadline)
+
     def release_handoff(self, lease_id: str) -> None:
         """Straight through."""
         self.inner.release_handoff(lease_id)
@@ -177,7 +185,13 @@ class Setup:
     """One rank over memory of its own, tiers, and a store, all on one virtual clock."""
 
     def __init__(
-        self, *, pages: int = 16, tiers: int = 1, model: KvModel | None = None, **options: Any
+        self,
+        *,
+        pages: int = 16,
+        tiers: int = 1,
+        model: KvModel | None = None,
+        save_budget: float = 1.0,
+        **options: Any,
     ) -> None:
         self.loop = VirtualLoop()
         self.model = model or model_of()
@@ -185,6 +199,7 @@ class Setup:
         self.binding = Binding.allocate(layout(self.model).space("full"), blocks=pages)
         self.tiers = [HeldTier(self.loop.time, name) for name in ("dram", "disk")[:tiers]]
         ranks = [Rank(self.pool, {"full": self.binding})]
+        options["save_budget"] = save_budget  # small pools: what is not about the budget is not shed
         self.store = KvStore(self.model, ranks, self.tiers, loop=self.loop, lane=InlineLane(), **options)
 
     @property
