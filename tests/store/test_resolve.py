@@ -130,7 +130,7 @@ def test_a5_waits_for_room_without_a_lease_and_is_woken_by_a_release() -> None:
 
 
 def test_a5_gives_up_waiting_for_room_at_the_deadline() -> None:
-    """A5, R5: without room until the deadline, the hit is what was there; all of it, or nothing, on demand."""
+    """A5, R5: without room until the deadline, the hit is what was there."""
     with setup(pages=9) as s:
         s.stored(TOKENS)
         busy = s.admit(prompt(5, seed=1))
@@ -162,7 +162,7 @@ def test_a5_is_not_woken_into_asking_the_tier_by_less_than_it_needs() -> None:
 
 
 def test_r6_what_can_never_fit_is_not_waited_for() -> None:
-    """R6, A18: a hit larger than the pool ends at once where all of it is wanted; else what fits is loaded."""
+    """R6, A18: a hit larger than the pool ends at once where all is wanted; else what fits is loaded."""
     with setup(secret=SECRET) as big:
         big.stored(TOKENS)
         small = Setup(pages=4, secret=SECRET)
