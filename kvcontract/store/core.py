@@ -273,8 +273,10 @@ class StoreCore:
         """Pages came from a tier: it has them (C3), and those above it are to have them too."""
         number = next(i for i, known in enumerate(self.known) if known.tier is landed.source.tier)
         search, now = landed.search, self.clock.time()
-        keys, marks = search.keys[landed.numbers], self.known[number].of(search.rank)
-        marks.restored(landed.pages, keys, landed.generations, now)
+        keys = search.keys[landed.numbers]
+        for other, known in enumerate(self.known):
+            tell = known.restored if other == number else known.recall
+            tell(search.rank, landed.pages, keys, landed.generations, now)
         self.sealer.write_back(landed, number)
 
     def _known_elsewhere(self, rank: str, tokens: TokenIds, scope: Scope) -> bool:

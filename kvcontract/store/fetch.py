@@ -20,7 +20,7 @@ from kvcontract.core.pending import Pending, wait_until
 from kvcontract.pool.index import Keys
 from kvcontract.store.cost import CostModel
 from kvcontract.store.explain import Cut
-from kvcontract.store.loads import Loads, Stretch, resident_stretches
+from kvcontract.store.loads import Guard, Loads, Stretch, resident_stretches
 from kvcontract.store.room import Lines, Turn
 from kvcontract.store.search import Search
 from kvcontract.store.stats import Tally
@@ -168,7 +168,7 @@ class Fetcher:
         # A5: the lease is back before the pause; admission could not run the request either.
         if not flight.done:
             flight.settle(False)  # who follows need not wait for the same room
-        return await self._space(search, count, spared=int(resident.sum()))
+        return await self._space(search, count, spared=0 if resident[0] else int(resident.sum()))
 
     async def _piece_together(self, search: Search) -> bool:
         """Continue with pages of which no tier has every record, but several together do (R2)."""
@@ -286,6 +286,8 @@ class Fetcher:
         first = search.at
         if search.most_pages is not None:
             resident = resident[np.cumsum(~resident) <= search.most_pages]
+        if resident[0]:
+            return False  # it is there, and promises leave no room to hold it (B5)
         stretches = self._claimed(search, first + len(resident), resident, owned)
         if stretches is None:
             return False
@@ -309,9 +311,9 @@ class Fetcher:
         with ExitStack() as mine:
             for first, count, there in resident_stretches(search.at, end, resident):
                 if there:
-                    held = mine.enter_context(pool.match(search.keys[first : first + count]))
-                    found.append(Stretch(first, held.hit_pages, held))
-                    if held.hit_pages < count:
+                    kept = mine.enter_context(Guard(pool, search.keys[first : first + count]))
+                    found.append(Stretch(first, len(kept.pages), kept))
+                    if len(kept.pages) < count:
                         break  # it went meanwhile: what follows is for another round
                     continue
                 staged = search.reserved if search.holds_room_for(count) else None

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.pool.events import Content
-from kvcontract.pool.index import Keys
+from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.events import RESET, TierEvents
-from kvcontract.store.marks import Flags, Marks, Saving
+from kvcontract.store.marks import KNOWN_FOR_S, Flags, Generations, Marks, Saving, names_of
 from kvcontract.store.rank import Rank
 from kvcontract.tiers.base import RecordKeys, TellsLosses, Tier
+
+_RECENT: Final = 4
+"""Names of stored pages that are kept, for each page of the pools."""
 
 
 class Known:
     """What is known of one tier; thread-safe.
+
+    Marks die with a page's occupant.  So that what comes back from one tier is not saved to another that has
+    it, the latest names of stored pages are kept beyond that.
 
     Args:
         tier: which.
         ranks: of the store.
         part: id of the part whose records count.
         events: told of changes; None: nobody is.
-
-    Attributes:
-        shared_out: whether a handoff goes here.
     """
 
     def __init__(self, tier: Tier, ranks: Sequence[Rank], part: int, events: TierEvents | None) -> None:
@@ -36,6 +41,9 @@ class Known:
         self._events = events
         # One lock for what is stored and what is told of it: the stream must be in the order of the changes.
         self._lock = threading.RLock()
+        self._recent: dict[bytes, float] = {}  # until when the page is believed to be there
+        self._most = _RECENT * sum(rank.pool.pages for rank in ranks)
+        self._told = told
         self._marks = {rank.name: Marks(rank.pool.pages, told=told, lock=self._lock) for rank in ranks}
         self.unsubscribe: Callable[[], None] = (
             tier.on_loss(self._lost) if isinstance(tier, TellsLosses) else lambda: None
@@ -68,13 +76,35 @@ class Known:
         keys, numbers, content = chain
         with self._lock:
             good, again = self.of(rank).settled(saving, ok, now)
+            self._remember(saving.keys[good], now)
             if self._events is not None and content is not None and good.any():
                 self._events.stored(self.tier.name, keys, numbers[good], content)
         return again
 
+    def restored(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, now: float) -> None:
+        """Pages came back from this tier: it has them."""
+        with self._lock:
+            self._remember(keys, now)
+            self.of(rank).restored(pages, keys, generations, now)
+
+    def recall(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, now: float) -> None:
+        """Pages came back from another tier: maybe this one has them too."""
+        with self._lock:
+            there = np.array([self._recent.get(name, 0.0) > now for name in names_of(keys)], np.bool_)
+            self.of(rank).restored(pages[there], keys[there], generations[there], now)
+
+    def _remember(self, keys: Keys, now: float) -> None:
+        until = math.inf if self._told else now + KNOWN_FOR_S
+        for name in names_of(keys):
+            self._recent.pop(name, None)
+            self._recent[name] = until
+        while len(self._recent) > self._most:
+            del self._recent[next(iter(self._recent))]
+
     def forget(self) -> None:
         """The tier was emptied (C11)."""
         with self._lock:
+            self._recent.clear()
             for marks in self._marks.values():
                 marks.forget()
             if self._events is not None:
@@ -87,6 +117,8 @@ class Known:
             return
         mine = np.unique(mine, axis=0)
         with self._lock:
+            for name in names_of(mine):
+                self._recent.pop(name, None)
             for marks in self._marks.values():
                 marks.lost(mine)
             if self._events is not None:

@@ -1,8 +1,8 @@
 """Loads in flight: pages and leases stay with them until they settle, whoever still waits (A3, A4).
 
-A load fills the missing pages of a stretch of the chain; those that are resident already, past a hole, are
-held meanwhile and not loaded again (A17).  Others who want one of its pages wait for it instead of loading
-the same (A16).
+A load fills the missing pages of a stretch of the chain.  Those that are resident already, past a hole, since
+a save in flight pins them, are kept meanwhile and not loaded again (A17).  Others who want one of its pages
+wait for it instead of loading the same (A16).
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.core.pending import Pending, wait_until
-from kvcontract.pool.handles import Hold, Reservation
+from kvcontract.pool.handles import Reservation
 from kvcontract.pool.index import Keys, Pages
+from kvcontract.pool.pool import BlockPool
 from kvcontract.store.explain import Cut
 from kvcontract.store.marks import Generations
 from kvcontract.store.rank import Rank
@@ -29,6 +31,22 @@ from kvcontract.store.workers import Source, Verdict
 from kvcontract.tiers.base import Clock, Code, Codes
 
 
+class Guard:
+    """Pins pages that are resident past a hole: no hold can own a page without those before it (B14)."""
+
+    def __init__(self, pool: BlockPool, keys: Keys) -> None:
+        self._pool = pool
+        with pool.match(keys) as hold:
+            self.pages = hold.pages.copy()
+            pool.pin(self.pages)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.unpin(self.pages)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
     """Consecutive pages of the chain.
@@ -36,12 +54,12 @@ class Stretch:
     Attributes:
         first: number of its first page.
         count: how many.
-        pages: a reservation: they are to be loaded; a hold: they are resident.
+        pages: a reservation: they are to be loaded; a guard: they are resident.
     """
 
     first: int
     count: int
-    pages: Reservation | Hold
+    pages: Reservation | Guard
 
     @property
     def end(self) -> int:
@@ -190,8 +208,8 @@ class Loads:
     def _commit(self, load: Load, verdict: Verdict) -> None:
         search, pool, at = load.search, load.search.rank.pool, 0
         for stretch in load.stretches:
-            if isinstance(stretch.pages, Hold):
-                search.regrow()  # it is in the chain now; the hold on it ends with the load
+            if isinstance(stretch.pages, Guard):
+                search.regrow()  # it is in the chain now; the guard ends with the load
                 if search.at < stretch.end:
                     break
                 continue
@@ -212,7 +230,7 @@ class Loads:
         search, pool, at, found = load.search, load.search.rank.pool, 0, 0
         try:
             for stretch in load.stretches:
-                if isinstance(stretch.pages, Hold):
+                if isinstance(stretch.pages, Guard):
                     continue
                 good = _leading(verdict.codes[at : at + stretch.count])
                 keys = search.keys[stretch.first : stretch.end]

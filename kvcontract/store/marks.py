@@ -115,7 +115,7 @@ class Marks:
 
     def lost(self, keys: Keys) -> None:
         """The tier has lost records of these pages, uint64[n, 2]."""
-        names = set(_names(keys))
+        names = set(names_of(keys))
         with self._lock:
             for saving in self._flying:
                 close = np.isin(saving.keys[:, 0], keys[:, 0])  # then exactly
@@ -142,7 +142,7 @@ class Marks:
         if not self._told:
             self._until[pages] = now + KNOWN_FOR_S
             return
-        for page, name in zip(pages.tolist(), _names(keys), strict=True):
+        for page, name in zip(pages.tolist(), names_of(keys), strict=True):
             old = self._named.get(page)
             if old is not None and old != name:
                 others = self._pages_of[old]
@@ -154,6 +154,7 @@ class Marks:
                 self._pages_of.setdefault(name, []).append(page)
 
 
-def _names(keys: Keys) -> Sequence[bytes]:
+def names_of(keys: Keys) -> Sequence[bytes]:
+    """Each key of uint64[n, 2] as 16 bytes."""
     packed = np.ascontiguousarray(keys).tobytes()
     return [packed[at : at + 16] for at in range(0, len(packed), 16)]

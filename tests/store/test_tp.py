@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
-from bench_store import PAGE, Setup, model_of, prompt, setup
+import torch
+from bench_store import PAGE, SCOPE, Setup, model_of, prompt, setup
 
-from kvcontract import FleetSecret
-from kvcontract.store.policy import KvPrefix
-from kvcontract.tiers.base import Code, Codes, Lease, RecordKeys
+from kvcontract import BlockPool, FleetSecret, KvStore, Rank, admit
+from kvcontract.contract.layout import layout
+from kvcontract.memory.binding import Binding
+from kvcontract.pool.request import RequestKv
+from kvcontract.tiers.base import Code, Codes, Lease, RecordKeys, record_keys
+from kvcontract.tiers.dram import DramTier
 
 TOKENS = prompt(4)
 SECRET = FleetSecret(bytes(range(32)))
@@ -184,10 +187,6 @@ def test_r2_pieces_and_whole_pages_make_one_hit() -> None:
 
 
 def _keys_of(s: Setup, tokens: list[int]) -> RecordKeys:
-    from bench_store import SCOPE  # noqa: PLC0415
-
-    from kvcontract.tiers.base import record_keys  # noqa: PLC0415
-
     return record_keys(s.store.keyer.chain(tokens, SCOPE), 0, 0, 2)
 
 
@@ -209,12 +208,27 @@ def _hide(tier: Any, pages: set[tuple[int, ...]], shard: int) -> None:
 
 def test_e3_workers_in_threads_of_their_own() -> None:
     """E3: without a lane each worker has its own thread; the rank ANDs what they say."""
-    with setup(tp=2, model=model_of(4)) as s:
-        s.stored(TOKENS)
-
-        async def scenario() -> list[KvPrefix]:
-            return await asyncio.gather(s.resolve(TOKENS), s.resolve(TOKENS))
-
-        for prefix in s.loop.run(scenario()):
-            s.check_content(TOKENS, prefix)
-            prefix.release()
+    model, tp = model_of(4), 4
+    spaces = [layout(model, number, tp).space("full") for number in range(tp)]
+    rank = Rank(BlockPool(9, PAGE), [{"full": Binding.allocate(space, 9)} for space in spaces])
+    with KvStore(model, [rank], [DramTier(1 << 20)], save_budget=1.0) as store:
+        req = admit(rank.pool, prompt_tokens=TOKENS, max_new_tokens=1, keyer=store.keyer, scope=SCOPE)
+        assert isinstance(req, RequestKv)
+        chunk = req.schedule_prefill(len(TOKENS))
+        for number, memory in enumerate(rank.memory):
+            for view in memory["full"].views.values():
+                view[:] = torch.arange(9, dtype=torch.uint8)[:, None, None, None] + 16 * number
+        req.apply_prefill(chunk, 5)
+        first = req.pages[:4].tolist()
+        assert store.retire(req).wait(30.0).saved == 4
+        rank.pool.clear()
+        for memory in rank.memory:
+            for view in memory["full"].views.values():
+                view.fill_(0xEE)
+        prefix = store.resolve("0", TOKENS, SCOPE)
+        assert prefix.hold is not None
+        for number, memory in enumerate(rank.memory):
+            for view in memory["full"].views.values():
+                for mine, other in zip(prefix.hold.pages.tolist(), first, strict=True):
+                    assert (view[mine] == other + 16 * number).all()
+        prefix.release()
