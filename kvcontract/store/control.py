@@ -113,10 +113,10 @@ class Resetter:
             raise UsageFault(f"there is no tier {', '.join(unknown)}")
         chosen = [known for known in self._known if names is None or known.tier.name in names]
         gate: Pending[None] = Pending()
-        self._gates[gate] = None
+        scope = asyncio.timeout_at(deadline)
+        self._gates[gate], self._scopes[scope] = None, None
         try:
-            async with asyncio.timeout_at(deadline) as scope, self._order:
-                self._scopes[scope] = None
+            async with scope, self._order:
                 self._before()
                 pages: list[int] = []
                 while not self._cleared(pages):
@@ -125,12 +125,12 @@ class Resetter:
         except TimeoutError:
             return ResetReport(done=False, waited_for=tuple(self._going_on()))
         finally:
-            del self._gates[gate]
+            del self._gates[gate], self._scopes[scope]
             gate.settle(None)
 
     def conclude(self) -> None:
         """End what is under way: it has not run."""
-        for scope in self._scopes:
+        for scope in list(self._scopes):
             scope.reschedule(asyncio.get_running_loop().time())
 
     def _going_on(self) -> list[str]:

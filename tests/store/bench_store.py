@@ -161,14 +161,6 @@ class HeldTier:
         """Straight through."""
         return self.inner.flush(level, deadline)
 
-    def on_loss(self, callback: Callable[[RecordKeys, str], object]) -> Callable[[], None]:
-        """Straight through."""
-        return self.inner.on_loss(callback)
-
-    def reset(self, deadline: float) -> Pending[bool]:
-        """Straight through."""
-        return self.inner.reset(deadline)
-
     def release_handoff(self, lease_id: str) -> None:
         """Straight through."""
         self.inner.release_handoff(lease_id)
@@ -180,6 +172,18 @@ class HeldTier:
     def close(self, deadline: float) -> bool:
         """Straight through."""
         return self.inner.close(deadline)
+
+
+class TellingTier(HeldTier):
+    """One that says what it loses, and can forget."""
+
+    def on_loss(self, callback: Callable[[RecordKeys, str], object]) -> Callable[[], None]:
+        """Straight through."""
+        return self.inner.on_loss(callback)
+
+    def reset(self, deadline: float) -> Pending[bool]:
+        """Straight through."""
+        return self.inner.reset(deadline)
 
 
 class Setup:
@@ -206,8 +210,10 @@ class Setup:
             Binding.allocate(layout(self.model, number, tp).space("full"), blocks=pages)
             for number in range(tp)
         ]
-        claims = options.pop("claims", {})
-        self.tiers = [HeldTier(self.loop.time, name, **claims) for name in ("dram", "disk", "far")[:tiers]]
+        claims = options.pop("claims", {})  # by name of the tier
+        names = ("dram", "disk", "far")[:tiers]
+        made = HeldTier if options.pop("silent", False) else TellingTier
+        self.tiers = [made(self.loop.time, name, **claims.get(name, {})) for name in names]
         ranks = [Rank(self.pool, [{"full": binding} for binding in self.bindings])]
         options["save_budget"] = save_budget  # small pools: what is not about the budget is not shed
         self.store = KvStore(self.model, ranks, self.tiers, loop=self.loop, lane=InlineLane(), **options)
