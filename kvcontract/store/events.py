@@ -7,7 +7,6 @@ learns that a page has become findable in a tier, or is no longer.  Names of par
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import Final
 
 import numpy as np
@@ -37,7 +36,7 @@ class TierEvents:
         self._max_batches = max_batches
         self._lock = threading.Lock()
         self._batches: list[Event] = []
-        self._epochs: Counter[str] = Counter()
+        self._epochs: dict[str, int] = {}
 
     def take(self) -> list[Event]:
         """Everything since the last call, oldest first; from any thread."""
@@ -59,18 +58,18 @@ class TierEvents:
         at = {row: number for number, row in enumerate(rows.tolist())}
         extras = {at[row]: identity for row, identity in content.extras.items() if row in at}
         with self._lock:
-            epoch = self._epochs[medium]
+            epoch = self._epochs.setdefault(medium, 0)
             self._add(Stored(epoch, keys[rows], parents, tokens, content.scope, extras, medium))
 
     def removed(self, medium: str, keys: Keys, reason: str) -> None:
         """Pages (uint64[n, 2]) are findable no more."""
         with self._lock:
-            self._add(Removed(self._epochs[medium], keys, reason, medium))
+            self._add(Removed(self._epochs.setdefault(medium, 0), keys, reason, medium))
 
     def cleared(self, medium: str, reason: str) -> None:
         """Nothing is findable any more."""
         with self._lock:
-            self._epochs[medium] += 1
+            self._epochs[medium] = self._epochs.get(medium, 0) + 1
             self._add(Cleared(self._epochs[medium], reason, medium))
 
     def _add(self, event: Event) -> None:
