@@ -32,9 +32,12 @@ if TYPE_CHECKING:
     from kvcontract.contract.options import Config as Config
     from kvcontract.contract.options import Context as Context
     from kvcontract.contract.options import LaunchOptions as LaunchOptions
+    from kvcontract.pool.events import EventLog as EventLog
     from kvcontract.pool.keys import FleetSecret as FleetSecret
     from kvcontract.pool.keys import Keyer as Keyer
+    from kvcontract.pool.media import MediaItem as MediaItem
     from kvcontract.pool.pool import BlockPool as BlockPool
+    from kvcontract.pool.queue import AdmissionQueue as AdmissionQueue
     from kvcontract.pool.request import RequestKv as RequestKv
     from kvcontract.pool.request import admit as admit
     from kvcontract.store.policy import KvPrefix as KvPrefix
@@ -70,8 +73,11 @@ _HOMES = {
         "Window",
     ),
     "kvcontract.contract.options": ("Config", "Context", "LaunchOptions"),
+    "kvcontract.pool.events": ("EventLog",),
     "kvcontract.pool.keys": ("FleetSecret", "Keyer"),
+    "kvcontract.pool.media": ("MediaItem",),
     "kvcontract.pool.pool": ("BlockPool",),
+    "kvcontract.pool.queue": ("AdmissionQueue",),
     "kvcontract.pool.request": ("RequestKv", "admit"),
     "kvcontract.store.policy": ("KvPrefix", "ResolvePolicy"),
     "kvcontract.store.rank": ("Rank",),

@@ -169,7 +169,9 @@ class Bench:
         if child is None or not child.alive:
             if child is not None:
                 child.close()
-            child = self._children[name] = Child(job)
+            # Small models run fastest on one thread, and do not fight over cores with whatever else runs.
+            threads = 1 if self.given_checkpoint is None else None
+            child = self._children[name] = Child(job, threads=threads)
         return child
 
 

@@ -55,13 +55,16 @@ class Child:
 
     Args:
         job: plain JSON handed to the child's first message: where the plugin is, its options, ...
+        threads: of the child's arithmetic; None leaves it to the libraries.
     """
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
+    def __init__(self, job: Mapping[str, Any], *, threads: int | None = None) -> None:
         ours, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED)}
         environment["HF_HUB_OFFLINE"] = "1"
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
         command = [sys.executable, "-I", "-m", "kvc_conformance.child", str(theirs.fileno())]
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             command,

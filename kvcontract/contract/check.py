@@ -195,13 +195,13 @@ def _bytes_kept(model: KvModel, _tp: int) -> Iterator[Found]:
 
 
 def _unserved_group(group: Group) -> Iterator[tuple[str, Any, str]]:
-    if group.kind != "paged":
-        yield "kind", group.kind, "paged"
+    if group.kind == "static" or (group.kind == "bounded" and group.restore != "never"):
+        yield "kind", group.kind, "paged, or bounded with restore never"
     elif group.reach.key != "full":
         yield "reach", group.reach.key, "Full()"
-    if group.restore != "stored":
-        yield "restore", group.restore, "stored"
-    if group.optional:
+    if group.restore == "recomputed":
+        yield "restore", group.restore, "stored, or never (then prefix caching is off)"
+    if group.optional and group.checkpointable:
         yield "optional", group.optional, "False"
     if group.lookahead_tokens:
         yield "lookahead_tokens", group.lookahead_tokens, "0"

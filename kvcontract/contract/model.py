@@ -386,6 +386,11 @@ class KvModel(Declared):
         """Tokens of one stored record."""
         return self.page_tokens if self.key_tokens is None else self.key_tokens
 
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether a prefix can be reused at all: False while a group is present that is never restored."""
+        return all(group.checkpointable for group in self.groups)
+
     def group(self, name: str) -> Group:
         """The group of that name; KeyError if there is none."""
         return {group.name: group for group in self.groups}[name]

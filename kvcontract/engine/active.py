@@ -1,7 +1,8 @@
-"""An admitted request: its pages, its sampler, and what it has produced."""
+"""An admitted request: its pages and slots, its sampler, and what it has produced."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcontract.engine.drafter import Drafter
 from kvcontract.engine.request import Finish, Request, Result
 from kvcontract.engine.sampling import Sampler
 from kvcontract.pool.request import Chunk, RequestKv
@@ -24,6 +26,8 @@ class Active:
         prefix: where it began; consumed by the admission, kept for its figures.
         kv: its pages.
         sampler: chooses its tokens.
+        slots: its live slot in each bounded group.
+        forced: the token after the prompt, where a branch has sampled it already.
         sealed_pages: leading pages that were handed to the store.
     """
 
@@ -31,15 +35,27 @@ class Active:
     prefix: KvPrefix
     kv: RequestKv
     sampler: Sampler
+    slots: Mapping[str, int] = field(default_factory=dict)
+    forced: int | None = None
     sealed_pages: int = 0
     _split: list[int] = field(default_factory=list)
     _logits: list[Tensor] = field(default_factory=list)
     _positions: list[NDArray[np.int64]] = field(default_factory=list)
+    _drafted: int = 0
+    _accepted: int = 0
 
     @property
     def prefilling(self) -> bool:
         """Whether tokens of the prompt are still to be run."""
-        return self.kv.committed_tokens < self.kv.prompt_len
+        return self.kv.prefilling
+
+    def schedule_decode(self, drafter: Drafter | None, most_tokens: int) -> Chunk:
+        """The next decode step: one token, and as many proposals as the step has room for."""
+        drafts = (
+            drafter.propose(self.kv.tokens, self.slots) if drafter is not None and most_tokens > 1 else ()
+        )
+        drafts = drafts[: most_tokens - 1]
+        return self.kv.schedule_speculative(drafts) if drafts else self.kv.schedule_decode()
 
     def commit(self, chunk: Chunk, logits: Tensor, wanted: NDArray[np.int64]) -> Finish | None:
         """The step that ran a chunk is done: sample if it emits, register what is complete.
@@ -52,18 +68,31 @@ class Active:
         Returns:
             Why the request has ended, or None if it goes on.
         """
-        token = self.sampler(logits[-1]) if chunk.emits else None
-        if token is not None and chunk.start >= self.kv.prompt_len:
-            self.kv.apply_decode(chunk, token)
-        else:
+        stops = self.request.stop_token_ids
+        new: tuple[int, ...] = ()
+        if self.kv.prefilling:
+            token = self._first(logits) if chunk.emits else None
             self.kv.apply_prefill(chunk, token)
+            new = () if token is None else (token,)
+        else:
+            sampled = self.sampler.verify(logits[-1 - chunk.drafts :], chunk.token_ids[1:].tolist())
+            new = self.kv.apply_speculative(chunk, sampled, stop_token_ids=stops)
+            self._drafted += chunk.drafts
+            self._accepted += len(new) - 1
         self._split.append(len(chunk.token_ids))
         if self.request.capture != "none" and len(wanted):
-            self._logits.append(logits.detach().cpu())
-            self._positions.append(chunk.start + wanted)
-        if token is not None and token in self.request.stop_token_ids:
+            # Rows behind the last sampled token are of rejected proposals: nobody's logits.
+            kept = len(wanted) - max(0, chunk.drafts + 1 - max(1, len(new))) if chunk.drafts else len(wanted)
+            self._logits.append(logits[:kept].detach().cpu())
+            self._positions.append(chunk.start + wanted[:kept])
+        if new and new[-1] in stops:
             return Finish.STOP
         return Finish.LENGTH if self.kv.finished else None
+
+    def _first(self, logits: Tensor) -> int:
+        if self.forced is not None:
+            return self.forced
+        return self.sampler(logits[-1])
 
     def result(self, finish: Finish, reason: str) -> Result:
         """What became of it."""
@@ -79,4 +108,6 @@ class Active:
             split=tuple(self._split),
             logits=torch.cat(self._logits) if self._logits else None,
             positions=np.concatenate(self._positions) if self._positions else None,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
         )

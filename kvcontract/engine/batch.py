@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,14 @@ from kvcontract.contract.executor import Step
 from kvcontract.pool.request import Chunk
 
 
-def build_step(chunks: Sequence[Chunk], *, all_rows: Sequence[bool]) -> Step:
+def build_step(
+    chunks: Sequence[Chunk], *, slots: Sequence[Mapping[str, int]], all_rows: Sequence[bool]
+) -> Step:
     """Put chunks together.
 
     Args:
         chunks: at least one, each of another request.
+        slots: for each chunk, the request's live slot in each bounded group.
         all_rows: for each chunk, whether the logits of all its rows are wanted, or only where it emits.
     """
     sizes = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
@@ -31,16 +34,14 @@ def build_step(chunks: Sequence[Chunk], *, all_rows: Sequence[bool]) -> Step:
         context_len=np.array([chunk.context_len for chunk in chunks], np.int64),
         page_table={space: _table([chunk.pages[space] for chunk in chunks]) for space in chunks[0].pages},
         want=np.concatenate(want),
-        slots={
-            group: np.array([chunk.slots[group] for chunk in chunks], np.int32) for group in chunks[0].slots
-        },
+        slots={group: np.array([held[group] for held in slots], np.int32) for group in slots[0]},
     )
 
 
 def wanted_rows(chunk: Chunk, *, all_rows: bool) -> NDArray[np.int64]:
-    """Rows of a chunk whose logits are wanted, ascending: all, the one a token is sampled from, or none."""
+    """Rows of a chunk whose logits are wanted, ascending: all, those a token is sampled from, or none."""
     size = len(chunk.token_ids)
-    first = 0 if all_rows else size - 1 if chunk.emits else size
+    first = 0 if all_rows else size - 1 - chunk.drafts if chunk.emits else size
     return np.arange(first, size)
 
 

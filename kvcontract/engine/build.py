@@ -25,11 +25,13 @@ from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
 from kvcontract.core.identity import load_config
 from kvcontract.engine.checkpoint import load_model
+from kvcontract.engine.drafter import Drafter
 from kvcontract.engine.engine import Engine
 from kvcontract.engine.views import executor_views
 from kvcontract.memory.binding import CLAUSE, Binding
 from kvcontract.pool.keys import FleetSecret
 from kvcontract.pool.pool import BlockPool
+from kvcontract.pool.slab import LiveSlots
 from kvcontract.store.rank import Rank
 from kvcontract.store.store import KvStore
 from kvcontract.tiers.base import Tier
@@ -89,6 +91,7 @@ def assemble(
     secret: FleetSecret | None = None,
     prefix_cache: bool = True,
     limits: EngineLimits | None = None,
+    drafter: Drafter | None = None,
 ) -> Assembly:
     """Put an engine together, over the executor's own arenas or else one page-first slab a space.
 
@@ -102,14 +105,18 @@ def assemble(
         dtype: that the generic executor computes in.
         tiers: below the device, fastest first; closed with the store.
         secret: the fleet's; None is random.
-        prefix_cache: False leaves the store out, and so refuses tiers.
+        prefix_cache: False leaves the store out, as a group does that is never restored; then tiers are
+            refused.
         limits: of one step.
+        drafter: proposes tokens that the model verifies; bound like the executor.
 
     Raises:
         UsageFault: parts are missing or do not fit together, the executor's own arenas included.
         NotConformant: the store refuses the declaration.
     """
     # long: the arguments, one a line, and what they mean
+    # A group that is never restored turns reuse off everywhere: resolve, admission, retention.
+    prefix_cache = prefix_cache and model.prefix_caching
     if tiers and not prefix_cache:
         raise UsageFault("tiers without a prefix cache would never be asked: leave one of them out")
     executor = runner
@@ -117,22 +124,40 @@ def assemble(
         executor = generic_executor(
             model, executor, checkpoint=checkpoint, hf_model=hf_model, device=device, dtype=dtype
         )
-    bindings = bind_memory(model, executor, pages, device)
-    executor.bind(executor_views(bindings))
+    sizes = limits or EngineLimits()
+    slots = (sizes.max_requests or executor.limits.max_requests) + 1  # slot 0 is padding, like page 0
+    bindings = bind_memory(model, executor, pages, device, slots=slots)
+    for user in (executor, drafter):
+        if user is not None:
+            user.bind(executor_views(bindings))
     pool = BlockPool(pages, model.page_tokens, retention=prefix_cache)
     stops = () if checkpoint is None else stop_token_ids(checkpoint)
     with contextlib.ExitStack() as undo:
         store = None
         if prefix_cache:
             store = undo.enter_context(KvStore(model, [Rank(pool, bindings)], tiers, secret=secret))
-        sizes = asdict(limits or EngineLimits())
-        engine = Engine(model, executor, pool, store=store, stop_token_ids=stops, **sizes)
+        engine = Engine(
+            model,
+            executor,
+            pool,
+            store=store,
+            stop_token_ids=stops,
+            bindings=bindings,
+            slots={group.name: LiveSlots(slots) for group in model.groups if group.kind == "bounded"},
+            drafter=drafter,
+            **asdict(sizes),
+        )
         undo.pop_all()
     return Assembly(engine, store, pool, bindings, executor)
 
 
 def bind_memory(
-    model: KvModel, executor: Executor, pages: int, device: torch.device | str = "cpu"
+    model: KvModel,
+    executor: Executor,
+    pages: int,
+    device: torch.device | str = "cpu",
+    *,
+    slots: int = 2,
 ) -> dict[str, Binding]:
     """The memory of each space, by its key: the executor's own where it brings any, else page-first slabs.
 
@@ -141,14 +166,16 @@ def bind_memory(
         executor: not bound yet.
         pages: of the pool, page 0 included.
         device: of memory that is allocated here.
+        slots: of bounded groups, slot 0 included.
 
     Raises:
         UsageFault: the executor's arenas do not hold every block, as declared (KVC-LAYOUT-05).
     """
     spaces = layout(model).spaces
+    blocks = {space.key: pages if space.kind == "paged" else slots for space in spaces}
     if not isinstance(executor, OwnsArenas):
-        return {space.key: Binding.allocate(space, pages, device) for space in spaces}
-    tensors = dict(executor.arenas({space.key: pages for space in spaces}))
+        return {space.key: Binding.allocate(space, blocks[space.key], device) for space in spaces}
+    tensors = dict(executor.arenas(blocks))
     own = {
         space.key: {arena.name: tensors.pop(arena.name) for arena in space.arenas if arena.name in tensors}
         for space in spaces
@@ -156,7 +183,7 @@ def bind_memory(
     if tensors:
         names = ", ".join(sorted(tensors))
         raise UsageFault(f"the executor brings memory for {names}: not declared [{CLAUSE}]")
-    return {space.key: Binding.of(space, own[space.key], pages) for space in spaces}
+    return {space.key: Binding.of(space, own[space.key], blocks[space.key]) for space in spaces}
 
 
 def generic_executor(

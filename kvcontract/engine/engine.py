@@ -7,7 +7,7 @@
         result = engine.run()[request]
 
 One thread calls `step` (or `run`); `submit` and `cancel` may come from any.  A request is owned by one place
-at a time: intake (being resolved) → inbox → `_waiting` (resolved, not admitted) → `_active` (in the pool) →
+at a time: intake (being resolved) → inbox → `_line` (resolved, not admitted) → `_active` (in the pool) →
 results.  Where it lies is its state.
 """
 
@@ -17,8 +17,8 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -28,19 +28,23 @@ from torch import Tensor
 
 from kvcontract.contract.errors import InternalFault, UsageFault
 from kvcontract.contract.executor import Executor
-from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel, Scope
 from kvcontract.contract.wire import fingerprint
 from kvcontract.engine.active import Active
+from kvcontract.engine.admission import Admission
 from kvcontract.engine.batch import build_step, wanted_rows
+from kvcontract.engine.drafter import Drafter
+from kvcontract.engine.fit import refuse_unfit
 from kvcontract.engine.intake import Arrival, Intake
-from kvcontract.engine.request import GREEDY, Capture, Finish, Request, Result, check_prompt
+from kvcontract.engine.request import GREEDY, Capture, Finish, Request, Result, check_prompt, refusal
 from kvcontract.engine.sampling import Sampler, Sampling
-from kvcontract.pool.handles import Later, Never
+from kvcontract.memory.binding import Binding
+from kvcontract.pool.handles import Later
 from kvcontract.pool.keys import FleetSecret, Keyer
 from kvcontract.pool.pool import BlockPool
-from kvcontract.pool.request import FULL, Chunk, RequestKv, admit
-from kvcontract.store.policy import PLAIN, ResolvePolicy
+from kvcontract.pool.request import FULL, Chunk
+from kvcontract.pool.slab import LiveSlots
+from kvcontract.store.policy import PLAIN, KvPrefix, ResolvePolicy
 
 if TYPE_CHECKING:
     from kvcontract.store.store import KvStore
@@ -63,6 +67,9 @@ class Engine:
             same places whatever it hits (or earlier, where the batch is full); None is `max_batch_tokens`.
         max_requests: most requests at once, none above `max_batch_tokens`.
         stop_token_ids: end-of-sequence ids of the model.
+        bindings: the memory of each space, by its key; needed for branches, whose partial pages are copied.
+        slots: live slots of each bounded group, by its name.
+        drafter: proposes tokens that the model verifies.
 
     Raises:
         UsageFault: limits that cannot work, or state that the pool does not serve; all are named.
@@ -80,6 +87,9 @@ class Engine:
         max_chunk_tokens: int | None = None,
         max_requests: int | None = None,
         stop_token_ids: Collection[int] = (),
+        bindings: Mapping[str, Binding] | None = None,
+        slots: Mapping[str, LiveSlots] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         limits = executor.limits
         self.model = model
@@ -89,19 +99,21 @@ class Engine:
         most = min(limits.max_requests, self.max_batch_tokens)
         self.max_requests = most if max_requests is None else max_requests
         self.max_chunk_tokens = self.max_batch_tokens if max_chunk_tokens is None else max_chunk_tokens
-        _refuse(self, executor)
+        self._slots = dict(slots or {})
+        refuse_unfit(self, executor.limits, self._slots)
         self._limits = limits
         self._executor = executor
         self._stop_token_ids = frozenset(stop_token_ids)
         secret = FleetSecret.random()
         own = Keyer(fingerprint(model).required, secret, model.page_tokens)
-        self._keyer = own if store is None else store.keyer
+        self._line = Admission.of(pool, own if store is None else store.keyer, self._slots)
+        self._bindings = dict(bindings or {})
+        self._drafter = drafter
         self._wake = threading.Event()
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._intake = Intake(store, rank, self._wake)
-        self._waiting: deque[Arrival] = deque()
         self._active: list[Active] = []
         self._results: dict[int, Result] = {}
         self._open: set[int] = set()
@@ -135,26 +147,66 @@ class Engine:
         Raises:
             UsageFault: the request cannot be served by this model; every fault is named.
         """
+        return self.submit_parallel(
+            prompt,
+            max_new_tokens,
+            1,
+            sampling=sampling,
+            scope=scope,
+            stop_token_ids=stop_token_ids,
+            capture_logits=capture_logits,
+            policy=policy,
+        )[0]
+
+    def submit_parallel(
+        self,
+        prompt: Sequence[int] | NDArray[np.integer[Any]],
+        max_new_tokens: int,
+        count: int,
+        *,
+        sampling: Sampling = GREEDY,
+        scope: Scope | None = None,
+        stop_token_ids: Collection[int] | None = None,
+        capture_logits: Capture | bool = False,
+        policy: ResolvePolicy = PLAIN,
+    ) -> tuple[int, ...]:
+        """Hand `count` requests over that share one prompt, which is run once (n > 1); returns their ids.
+
+        After the prompt each goes on by itself: full pages are shared, the partial one is copied (B23).  With
+        a seed, request i samples with seed + i.  A branch that finds no room waits like any other
+        request, and starts from what is resident of the prompt.
+
+        Raises:
+            UsageFault: as `submit`; or `count` is below 1, or the engine was given no bindings to copy in.
+        """
+        if count < 1 or (count > 1 and not self._bindings):
+            raise UsageFault(f"count {count}: expected 1 or more; more than 1 needs the engine's bindings")
         tokens = check_prompt(prompt, max_new_tokens, self._limits)
-        capture: Capture = (
-            capture_logits if isinstance(capture_logits, str) else "sampled" if capture_logits else "none"
+        capture: Capture = "sampled" if capture_logits is True else capture_logits or "none"
+        whole = Request(
+            id=-1,
+            prompt=tokens,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            scope=scope or Scope(),
+            stop_token_ids=self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids),
+            capture=capture,
+            policy=policy,
         )
-        stops = self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
         with self._lock:
             if self._closed:
                 raise UsageFault("the engine is closed: it takes no more work")
-            request = Request(
-                next(self._ids), tokens, max_new_tokens, sampling, scope or Scope(), stops, capture, policy
-            )
-            self._open.add(request.id)
+            made = [whole.branch(next(self._ids), number) for number in range(count)]
+            self._open.update(request.id for request in made)
         pages = -(-(len(tokens) + max_new_tokens) // self.pool.page_tokens)
         if pages > self.pool.total:
             # B10: what can never fit is refused at intake, before anything is fetched for it.
             why = f"{pages} pages for {len(tokens)} + {max_new_tokens} tokens; the pool has {self.pool.total}"
-            self._end(Result(request.id, len(tokens), (), Finish.REFUSED, why))
+            for request in made:
+                self._end(refusal(request, Finish.REFUSED, why))
         else:
-            self._intake.begin(request)
-        return request.id
+            self._intake.begin(replace(made[0], branches=tuple(made[1:])))
+        return tuple(request.id for request in made)
 
     def cancel(self, request_id: int) -> None:
         """End a request early, wherever it is; its result says what it had produced.  Ended: nothing."""
@@ -177,12 +229,17 @@ class Engine:
         with self._lock:
             return not self._open
 
+    @property
+    def keyer(self) -> Keyer:
+        """Derives the page keys of its requests."""
+        return self._line.keyer
+
     def gauges(self) -> dict[str, int]:
         """Requests by where they are; all 0 at idle (R8)."""
         return {
             "resolving": self._intake.resolving,
             "arrived": self._intake.arrived,
-            "waiting": len(self._waiting),
+            "waiting": len(self._line),
             "active": len(self._active),
         }
 
@@ -212,7 +269,9 @@ class Engine:
             Exception: what the executor raised; the requests of the batch have failed results by then.
         """
         arrived = self._intake.take()
-        self._waiting.extend(arrived)
+        for arrival in arrived:
+            if (result := self._line.push(arrival)) is not None:
+                self._end_all(arrival.request, result)
         ended = self._drop_cancelled()
         admitted = self._admit()
         batch = self._schedule()
@@ -221,65 +280,25 @@ class Engine:
         return bool(batch or admitted or ended or arrived)
 
     def _admit(self) -> int:
-        """Admit waiting requests in order, up to the first that does not fit now."""
-        before = len(self._waiting)
-        while self._waiting and len(self._active) < self.max_requests:
-            arrival = self._waiting[0]
-            answer = self._ask_pool(arrival)
-            if isinstance(answer, Later):
-                if self._active or not self._shed():
-                    break
-                continue
-            self._waiting.popleft()
+        """Admit waiting requests that fit, in the line's order."""
+        admitted = 0
+        while len(self._active) < self.max_requests and (answer := self._line.next()) is not None:
             if isinstance(answer, Result):
-                arrival.prefix.release()
                 self._end(answer)
             else:
-                sampler = Sampler(arrival.request.sampling)
-                self._active.append(Active(arrival.request, arrival.prefix, answer, sampler))
-        return before - len(self._waiting)
-
-    def _ask_pool(self, arrival: Arrival) -> RequestKv | Later | Result:
-        """The pool's answer; a result where the request ends here."""
-        request, error = arrival.request, arrival.error
-        if error is not None:
-            return _refusal(request, Finish.FAILED, f"resolve: {error!r}")
-        try:
-            answer = admit(
-                self.pool,
-                prompt_tokens=request.prompt,
-                max_new_tokens=request.max_new_tokens,
-                keyer=self._keyer,
-                scope=request.scope,
-                prefix=arrival.prefix,
-            )
-        except UsageFault as fault:
-            return _refusal(request, Finish.REFUSED, str(fault))
-        return _refusal(request, Finish.REFUSED, answer.reason) if isinstance(answer, Never) else answer
-
-    def _shed(self) -> bool:
-        """Send the last waiting request with a hold back to the intake; False if there is none.
-
-        With nothing active, holds of waiting requests keep the head out, and none would ever let go (B8).
-        """
-        for index in range(len(self._waiting) - 1, 0, -1):
-            arrival = self._waiting[index]
-            if arrival.prefix.hold is not None:
-                del self._waiting[index]
-                arrival.prefix.release()
-                self._intake.begin(arrival.request)
-                return True
-        return False
+                self._active.append(answer)
+            admitted += 1
+        return admitted
 
     def _drop_cancelled(self) -> int:
         """End the cancelled requests that the scheduler owns."""
         with self._lock:
             cancelled = set(self._cancelled)
-        gone = [arrival for arrival in self._waiting if arrival.request.id in cancelled]
+        gone = self._line.drop(cancelled)
         for arrival in gone:
-            self._waiting.remove(arrival)
-            arrival.prefix.release()
-            self._end(_refusal(arrival.request, Finish.CANCELLED, ""))
+            self._end(refusal(arrival.request, Finish.CANCELLED, ""))
+            for branch in arrival.request.branches:
+                self._intake.begin(branch)  # the others still want the prompt
         stopped = [active for active in self._active if active.request.id in cancelled]
         for active in stopped:
             self._finish(active, Finish.CANCELLED)
@@ -288,8 +307,12 @@ class Engine:
     def _schedule(self) -> list[tuple[Active, Chunk]]:
         """Decodes first, then prefill chunks in order of admission, while tokens are left."""
         prefilling = [item for item in self._active if item.prefilling]
-        batch = [(item, item.kv.schedule_decode()) for item in self._active if not item.prefilling]
-        left = self.max_batch_tokens - len(batch)
+        decoding = [item for item in self._active if not item.prefilling]
+        left, batch = self.max_batch_tokens - len(decoding), []
+        for item in decoding:
+            chunk = item.schedule_decode(self._drafter, 1 + left)
+            left -= chunk.drafts
+            batch.append((item, chunk))
         for item in prefilling:
             start = item.kv.committed_tokens
             size = min(left, self.max_chunk_tokens - start % self.max_chunk_tokens)
@@ -302,7 +325,11 @@ class Engine:
     def _run(self, batch: list[tuple[Active, Chunk]]) -> None:
         every = [item.request.capture == "all" for item, _ in batch]
         try:
-            step = build_step([chunk for _, chunk in batch], all_rows=every)
+            for _, chunk in batch:
+                if chunk.copies:
+                    self._bindings[FULL].copy_blocks(chunk.copies)
+            slots = [item.slots for item, _ in batch]
+            step = build_step([chunk for _, chunk in batch], slots=slots, all_rows=every)
             logits = self._executor.forward(step).logits
             nan = logits.isnan().any(dim=-1).cpu().numpy()
         except BaseException as error:
@@ -331,28 +358,59 @@ class Engine:
     def _commit(self, item: Active, chunk: Chunk, logits: Tensor, wanted: NDArray[np.int64]) -> None:
         """Commit one request's part of a step, seal what it completed, finish it if that was the last."""
         finish = item.commit(chunk, logits, wanted)
+        if item.request.branches and not item.prefilling:
+            self._branch(item, logits[-1])
         if self.store is not None and item.kv.registered > item.sealed_pages:
             self.store.seal(item.kv, after=_written(logits.device))
             item.sealed_pages = item.kv.registered
         if finish is not None:
             self._finish(item, finish)
 
+    def _branch(self, item: Active, logits: Tensor) -> None:
+        """The prompt has been run: every branch samples its own first token and goes on by itself."""
+        branches, item.request = item.request.branches, replace(item.request, branches=())
+        for request in branches:
+            sampler = Sampler(request.sampling)
+            token = sampler(logits)
+            full = len(self._active) >= self.max_requests or any(s.free == 0 for s in self._slots.values())
+            kv = (
+                Later(1) if full or item.kv.finished or request.id in self._cancelled else item.kv.fork(token)
+            )
+            if isinstance(kv, Later):
+                prefix = KvPrefix.none(item.prefix.rank)
+                self._line.push(Arrival(request, prefix, sampler=sampler, forced=token))
+                continue
+            made = Active(request, KvPrefix.none(item.prefix.rank), kv, sampler, self._line.take_slots())
+            self._active.append(made)
+            if token in request.stop_token_ids:
+                self._finish(made, Finish.STOP)
+
     def _finish(self, item: Active, finish: Finish, reason: str = "") -> None:
         self._active.remove(item)
         try:
             if self.store is None or finish is Finish.FAILED:
                 with item.kv:  # reverts a step that came to nothing, and releases
-                    pass
+                    if finish is Finish.FAILED:
+                        item.kv.mark_reset(0)  # suspect bytes are nobody's prefix (B13)
             else:
                 self.store.retire(item.kv)
         finally:
+            self._line.release_slots(item)
             self._end(item.result(finish, reason))
+            for branch in item.request.branches:  # it ended before they could begin
+                self._intake.begin(branch)
 
     def _end(self, result: Result) -> None:
         with self._lock:
             self._results[result.id] = result
             self._cancelled.discard(result.id)
             self._open.discard(result.id)
+
+    def _end_all(self, request: Request, result: Result) -> None:
+        """End a request and the branches that never began."""
+        self._end(result)
+        for branch in request.branches:
+            self._end(replace(result, id=branch.id))
 
     # The end
 
@@ -362,47 +420,21 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-        self._waiting.extend(self._intake.close())
+        waiting = [*self._line.drop({*self._open}), *self._intake.close()]
         with contextlib.ExitStack() as end:
             end.callback(self._forget_pool)
             for item in self._active:
                 end.callback(self._finish, item, Finish.CANCELLED, "the engine was closed")
-            for arrival in self._waiting:
-                end.callback(self._end, _refusal(arrival.request, Finish.CANCELLED, "the engine was closed"))
+            for arrival in waiting:
+                gone = refusal(arrival.request, Finish.CANCELLED, "the engine was closed")
+                end.callback(self._end_all, arrival.request, gone)
                 end.callback(arrival.prefix.release)
-        self._waiting.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _refuse(engine: Engine, executor: Executor) -> None:
-    limits = executor.limits
-    faults = []
-    if not 1 <= engine.max_requests <= limits.max_requests:
-        faults.append(f"max_requests {engine.max_requests}: expected 1 .. {limits.max_requests}")
-    if not engine.max_requests <= engine.max_batch_tokens <= limits.max_tokens:
-        # Every active request must be able to move in every step.
-        faults.append(
-            f"max_batch_tokens {engine.max_batch_tokens}: expected {engine.max_requests} (max_requests)"
-            f" .. {limits.max_tokens}"
-        )
-    if engine.max_chunk_tokens < 1:
-        faults.append(f"max_chunk_tokens {engine.max_chunk_tokens}: expected 1 or more")
-    if engine.pool.page_tokens != engine.model.page_tokens:
-        faults.append(f"pages of {engine.pool.page_tokens} tokens, declared {engine.model.page_tokens}")
-    other = [space.key for space in layout(engine.model).spaces if space.key != FULL]
-    if other:
-        faults.append(f"state in {', '.join(other)}: this engine serves full attention only")
-    if faults:
-        raise UsageFault("the engine cannot run: " + "; ".join(faults))
-
-
-def _refusal(request: Request, finish: Finish, reason: str) -> Result:
-    return Result(request.id, len(request.prompt), (), finish, reason)
 
 
 def _written(device: torch.device) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcontract.engine.request import Request
+from kvcontract.engine.sampling import Sampler
 from kvcontract.store.policy import KvPrefix
 
 if TYPE_CHECKING:
@@ -28,11 +29,15 @@ class Arrival:
         request: the request.
         prefix: what it may start from.
         error: what the resolve raised, if it did; a failing tier is a shorter prefix instead (R4).
+        sampler: of a branch, which has drawn from it already.
+        forced: the token that a branch has sampled after the prompt already.
     """
 
     request: Request
     prefix: KvPrefix
     error: BaseException | None = None
+    sampler: Sampler | None = None
+    forced: int | None = None
 
 
 class Intake:

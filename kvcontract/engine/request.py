@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, Literal
 
@@ -45,6 +45,7 @@ class Request:
         stop_token_ids: sampling one of these ends the request; it is the last token of the result.
         capture: whose logits the result keeps: none, of rows a token is sampled from, or of all rows run.
         policy: how far a resolve may go.
+        branches: further requests that go on from this one's prompt, each with a seed of its own.
     """
 
     id: int
@@ -55,6 +56,11 @@ class Request:
     stop_token_ids: frozenset[int]
     capture: Capture
     policy: ResolvePolicy = PLAIN
+    branches: tuple[Request, ...] = ()
+
+    def branch(self, request_id: int, number: int) -> Request:
+        """The same under an id of its own, sampled as number `number` of several."""
+        return replace(self, id=request_id, sampling=self.sampling.branch(number))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +79,8 @@ class Result:
         split: tokens of each step it ran in, in order; they begin at `hit_tokens`.
         logits: [k, vocab] of the captured rows, on the CPU, or None.
         positions: int64[k], position of each captured row.
+        drafted_tokens: tokens that a drafter proposed.
+        accepted_tokens: how many of them were sampled.
     """
 
     id: int
@@ -86,6 +94,13 @@ class Result:
     split: tuple[int, ...] = ()
     logits: Tensor | None = None
     positions: NDArray[np.int64] | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+def refusal(request: Request, finish: Finish, reason: str) -> Result:
+    """The result of a request that never ran."""
+    return Result(request.id, len(request.prompt), (), finish, reason)
 
 
 def check_prompt(tokens: TokenIds, max_new: int, limits: Limits) -> NDArray[np.int64]:

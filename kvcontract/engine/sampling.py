@@ -7,7 +7,8 @@ tokens whatever else is in the batch and whatever the device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ class Sampling:
         if faults:
             raise UsageFault("; ".join(faults))
 
+    def branch(self, number: int) -> Sampling:
+        """The same for one of several requests on one prompt: a seed is raised by its number."""
+        return self if self.seed is None else replace(self, seed=self.seed + number)
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
@@ -61,6 +66,25 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
+
+    def verify(self, logits: Tensor, drafts: Sequence[int]) -> list[int]:
+        """Sample row after row for as long as what is sampled equals what was proposed.
+
+        What comes out, and what the generator has drawn, is the same as without any proposal.
+
+        Args:
+            logits: [k + 1, vocab], the row before each draft and the one after the last.
+            drafts: k proposed tokens.
+
+        Returns:
+            1 to k + 1 tokens: the accepted drafts, then one of the model's own.
+        """
+        sampled: list[int] = []
+        for row, draft in zip(logits, [*drafts, None], strict=True):
+            sampled.append(self(row))
+            if sampled[-1] != draft:
+                break
+        return sampled
 
     def __call__(self, logits: Tensor) -> int:
         """The next token.

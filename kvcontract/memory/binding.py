@@ -8,7 +8,7 @@ constant distance.  Everything later asks a `Binding` and does not care which.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -173,6 +173,20 @@ class Binding:
     def blocks(self) -> int:
         """Blocks that every arena has; a pool may not be larger (B22)."""
         return min((arena.blocks for arena in self.arenas.values()), default=0)
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks of every arena, from source to target, in the order given (E4).
+
+        Raises:
+            UsageFault: a block id is out of range; all are named.
+        """
+        wanted = list(pairs)
+        wrong = sorted({block for pair in wanted for block in pair if not 0 <= block < self.blocks})
+        if wrong:
+            raise UsageFault(f"blocks {wrong} of {self.blocks}: expected 0 <= block < {self.blocks}")
+        for view in self.views.values():
+            for source, target in wanted:
+                view[target].copy_(view[source])
 
     @cached_property
     def views(self) -> dict[tuple[str, str], Tensor]:

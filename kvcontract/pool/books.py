@@ -37,6 +37,7 @@ from kvcontract.pool.kernels import (
     PRIMARY,
     States,
     evict_run,
+    issue_run,
     join_run,
     pin_run,
     release_run,
@@ -98,10 +99,7 @@ class Books:
         pages = self.free_pages[self.free - count : self.free][::-1].copy()
         self.free -= count
         self.held += count
-        self.state[pages] = state
-        self.refs[pages] = 1
-        self.reset[pages] = self.partial[pages] = 0  # B13
-        self.generation[pages] += np.uint32(1)
+        issue_run(pages, state, self.state, self.refs, self.reset, self.partial, self.generation)  # B13
         return pages
 
     def evict(self, count: int, reason: str | None = EVICTED) -> None:
@@ -144,11 +142,21 @@ class Books:
             content: what they hold, for events.
         """
         primary = self.index.insert(keys, pages)
-        parents = np.concatenate([parent[None], keys[:-1]])
-        self.parent_keys[pages] = parents
-        self._tell_stored(keys, parents, content, primary == pages)
+        if self.events is not None:
+            self._tell_stored(keys, np.concatenate([parent[None], keys[:-1]]), content, primary == pages)
         out = np.empty((2, len(pages)), np.int32)
-        replaced = join_run(pages, primary, self.refs, self.state, self.order, self.ring, out)
+        replaced = join_run(
+            pages,
+            primary,
+            keys,
+            parent,
+            self.parent_keys,
+            self.refs,
+            self.state,
+            self.order,
+            self.ring,
+            out,
+        )
         if replaced:
             self._replace(out[0, :replaced], out[1, :replaced])
             self.cached -= replaced

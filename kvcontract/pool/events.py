@@ -140,10 +140,16 @@ class EventLog:
 
     def stored(self, keys: Keys, parents: Keys, content: Content, rows: npt.NDArray[np.bool_]) -> None:
         """Those `rows` of a run became findable."""
-        tokens = content.token_ids.reshape(len(rows), -1)[rows].astype(np.int64)
-        at = {int(row): number for number, row in enumerate(np.flatnonzero(rows))}
-        extras = {at[row]: identity for row, identity in content.extras.items() if row in at}
-        self._add(Stored(self._epoch, keys[rows], parents[rows], tokens, content.scope, extras))
+        tokens = content.token_ids.reshape(len(rows), -1)
+        extras = content.extras
+        if not rows.all():
+            number = np.cumsum(rows) - 1
+            extras = {int(number[row]): identity for row, identity in extras.items() if rows[row]}
+            keys, parents, tokens = keys[rows], parents[rows], tokens[rows]
+        # Copies: the caller's arrays are its own to overwrite.
+        self._add(
+            Stored(self._epoch, keys.copy(), parents.copy(), tokens.astype(np.int64), content.scope, extras)
+        )
 
     def removed(self, keys: Keys, reason: str) -> None:
         """These are findable no more."""

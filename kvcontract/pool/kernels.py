@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcontract.core.jit import kernel
-from kvcontract.pool.index import Pages
+from kvcontract.pool.index import Keys, Pages
 
 FREE, WRITABLE, STAGED, PRIMARY, DUPLICATE = range(5)
 STATE_NAMES = ("free", "writable", "staged", "primary", "duplicate")
@@ -127,13 +127,51 @@ def evict_run(out: Pages, state: States, order: Pages) -> None:
         out[i] = page
 
 
+def _issue_sample() -> tuple[Any, ...]:
+    marks = np.zeros(4, np.uint8)
+    return (
+        np.ones(1, np.int32),
+        1,
+        marks,
+        np.zeros(4, np.int32),
+        marks.copy(),
+        marks.copy(),
+        np.zeros(4, np.uint32),
+    )
+
+
+@kernel(sample=_issue_sample)
+def issue_run(
+    pages: Pages,
+    condition: int,
+    state: States,
+    refs: Pages,
+    reset: States,
+    partial: States,
+    generation: npt.NDArray[np.uint32],
+) -> None:
+    """Give pages a new occupant: a state, one reference, none of the old one's marks."""
+    for i in range(pages.shape[0]):
+        page = pages[i]
+        state[page] = condition
+        refs[page] = 1
+        reset[page] = 0
+        partial[page] = 0
+        generation[page] += np.uint32(1)
+
+
 def _join_sample() -> tuple[Any, ...]:
-    ones = np.ones(1, np.int32)
+    ones, keys = np.ones(1, np.int32), np.zeros((1, 2), np.uint64)
+    refs, state = np.ones(4, np.int32), np.zeros(4, np.uint8)
+    parents = np.zeros((4, 2), np.uint64)
     return (
         ones,
         ones.copy(),
-        np.ones(4, np.int32),
-        np.zeros(4, np.uint8),
+        keys,
+        keys[0],
+        parents,
+        refs,
+        state,
         _links(),
         _links(),
         np.zeros((2, 1), np.int32),
@@ -142,11 +180,21 @@ def _join_sample() -> tuple[Any, ...]:
 
 @kernel(sample=_join_sample, helpers=(_unlink, _link_before))
 def join_run(
-    pages: Pages, primary: Pages, refs: Pages, state: States, order: Pages, ring: Pages, out: Pages
+    pages: Pages,
+    primary: Pages,
+    keys: Keys,
+    parent: Keys,
+    parent_keys: Keys,
+    refs: Pages,
+    state: States,
+    order: Pages,
+    ring: Pages,
+    out: Pages,
 ) -> int:
-    """Set the state of newly named pages, given the primary of each key.
+    """Set state and parent of newly named pages, given their keys and the primary of each.
 
-    `out`, int32 [2, n], is written: cached primaries that give way, and the pages that take over.
+    `parent`, uint64 [2], is the key before the first.  `out`, int32 [2, n], is written: cached primaries that
+    give way, and the pages that take over.
 
     Returns:
         How many gave way.
@@ -154,6 +202,8 @@ def join_run(
     replaced = 0
     for i in range(pages.shape[0]):
         page, holder = pages[i], primary[i]
+        for half in range(2):
+            parent_keys[page, half] = keys[i - 1, half] if i else parent[half]
         if holder == page:
             state[page] = PRIMARY
         elif refs[holder] == 0:

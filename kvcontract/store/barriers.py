@@ -37,7 +37,7 @@ class Barriers:
         tiers = [tier for tier in self._tiers if level != "durable" or tier.capabilities.persistent]
 
         def flush(_: object) -> None:
-            all_of([_flushed(tier, level, deadline) for tier in tiers]).on_done(end)
+            all_of([tier.flush(level, deadline) for tier in tiers]).on_done(end)
 
         def end(reached: tuple[bool, ...]) -> None:
             answer.settle(all(reached) and (bool(tiers) or level != "durable"))
@@ -45,13 +45,6 @@ class Barriers:
 
         all_of([before, *self._submitted()]).on_done(flush)
         return answer
-
-
-def _flushed(tier: Tier, level: Level, deadline: float) -> Pending[bool]:
-    try:
-        return tier.flush(level, deadline)
-    except Exception:  # noqa: BLE001 - against the rules of tiers; a barrier always calls back
-        return Pending.of(False)
 
 
 async def reached(answer: Pending[bool], deadline: float) -> bool:

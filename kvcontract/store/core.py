@@ -38,6 +38,7 @@ from kvcontract.store.search import Ask
 from kvcontract.store.stats import StoreStats, Tally
 from kvcontract.store.workers import Workers
 from kvcontract.tiers.base import Tier
+from kvcontract.tiers.guard import GuardedTier
 
 LASTING_MAX_TP: Final = 8
 """Default of `max_tp` where records may be read by an engine of another degree."""
@@ -66,11 +67,11 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         shares = {name: getattr(self, name) for name in ("save_budget", "pin_budget", "scope_pin_quota")}
-        wrong = [f"{name} is {value}" for name, value in shares.items() if not 0 <= value <= 1]
+        wrong = [f"{name} {value}: expected 0 to 1" for name, value in shares.items() if not 0 <= value <= 1]
         if self.max_tp is not None and self.max_tp < 1:
-            wrong.append(f"max_tp is {self.max_tp}, not 1 or more")
+            wrong.append(f"max_tp {self.max_tp}: expected at least 1")
         if wrong:
-            raise UsageFault(f"{'; '.join(wrong)}; shares lie in 0 .. 1")
+            raise UsageFault("; ".join(wrong))
 
 
 class StoreClock(Protocol):
@@ -130,7 +131,7 @@ class StoreCore:
         self.clock = clock
         self.options = options
         self.ranks = {rank.name: rank for rank in ranks}
-        self.tiers = tuple(tiers)
+        self.tiers = tuple(GuardedTier(tier) for tier in tiers)
         self.tally = Tally()
         self.workers: dict[str, Workers] = {}
         with ExitStack() as undo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -15,7 +15,8 @@ from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.events import RESET, TierEvents
 from kvcontract.store.marks import KNOWN_FOR_S, Flags, Generations, Marks, Saving, names_of
 from kvcontract.store.rank import Rank
-from kvcontract.tiers.base import RecordKeys, TellsLosses, Tier
+from kvcontract.tiers.base import RecordKeys
+from kvcontract.tiers.guard import GuardedTier
 
 _RECENT: Final = 4
 """Names of stored pages that are kept, for each page of the pools."""
@@ -28,14 +29,16 @@ class Known:
     it, the latest names of stored pages are kept beyond that.
 
     Args:
-        tier: which.
+        tier: which; what it must not do, it does not.
         ranks: of the store.
         part: id of the part whose records count.
         events: told of changes; None: nobody is.
     """
 
-    def __init__(self, tier: Tier, ranks: Sequence[Rank], part: int, events: TierEvents | None) -> None:
-        told = isinstance(tier, TellsLosses)
+    def __init__(
+        self, tier: GuardedTier, ranks: Sequence[Rank], part: int, events: TierEvents | None
+    ) -> None:
+        told = tier.tells_losses
         self.tier = tier
         self._part = part
         self._events = events
@@ -45,9 +48,7 @@ class Known:
         self._most = _RECENT * sum(rank.pool.pages for rank in ranks)
         self._told = told
         self._marks = {rank.name: Marks(rank.pool.pages, told=told, lock=self._lock) for rank in ranks}
-        self.unsubscribe: Callable[[], None] = (
-            tier.on_loss(self._lost) if isinstance(tier, TellsLosses) else lambda: None
-        )
+        self.unsubscribe = tier.on_loss(self._lost)
 
     def of(self, rank: Rank) -> Marks:
         """Marks of a rank's pages."""

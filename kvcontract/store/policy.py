@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from kvcontract.contract.errors import UsageFault
 from kvcontract.pool.handles import Hold
 
 DEVICE: Final = "device"
@@ -23,12 +24,19 @@ class ResolvePolicy:
         full_hit: a miss or a partial hit means "not landed yet": ask again until the deadline (A7).
         full_pages: a prompt may be covered entirely; otherwise one token stays to compute (A12).
         per_position: outputs of every prompt position are wanted, so all of them are computed (A23).
+
+    Raises:
+        UsageFault: a deadline that is no number of seconds.
     """
 
     deadline_s: float = 15.0
     full_hit: bool = False
     full_pages: bool = False
     per_position: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.deadline_s, int | float) or not self.deadline_s >= 0:
+            raise UsageFault(f"deadline_s {self.deadline_s!r}: expected a number of seconds, 0 or more")
 
 
 PLAIN: Final = ResolvePolicy()

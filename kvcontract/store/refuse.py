@@ -32,6 +32,11 @@ def refuse(model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier], secret:
     for what, names in (("rank", [rank.name for rank in ranks]), ("tier", [tier.name for tier in tiers])):
         faults += [f"two {what}s are named {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
     faults += _rank_faults(model, ranks)
+    never = [group.name for group in model.groups if not group.checkpointable]
+    if never:
+        faults.append(
+            f"group {', '.join(never)} is never restored: no prefix can be reused; leave the store out"
+        )
     lasting = lasting_names(tiers)
     if lasting and secret is None:
         faults.append(f"tier {', '.join(lasting)} outlives or leaves this process: give the fleet's secret")

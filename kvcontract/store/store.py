@@ -180,13 +180,13 @@ class KvStore:
 
         Pages with a save in flight stay resident until it settles, whoever owned them; one that fails then is
         tried once more.  Arguments and errors are those of `seal`; whatever is raised, the request is
-        released.
+        released, and a step that is outstanding reverted.
         """
         try:
             return self._seal(req, cls, after, handoff, last=True)
         finally:
-            if not req.released:
-                req.release()
+            with req:
+                pass
 
     # Barriers
 

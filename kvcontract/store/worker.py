@@ -196,9 +196,8 @@ class Worker:
         Returns:
             u8[n] of `Code`; bytes of a page that is not OK are undefined.
         """
-        shards, count = self._shards[part.name], len(page_keys)
-        if only is not None:
-            shards = [shard for shard in shards if shard.record.shard in only]
+        every, count = self._shards[part.name], len(page_keys)
+        shards = [shard for shard in every if only is None or shard.record.shard in only]
         ids = np.asarray(blocks, np.int64)
         if wrong := _mismatch(ids, len(rows), count, len(shards)):
             return self._refused("load", count, wrong)

@@ -186,9 +186,10 @@ class Lease:
         present: bool[n], per key asked for; not a prefix count.
         receipt: whatever the tier needs to find the records again; nobody else's business.
         pending: settles when keys that are absent may have come; None where the tier cannot tell.
+        failed: the look-up failed: nothing is known, so nothing is present.
     """
 
-    __slots__ = ("__weakref__", "_lock", "_release", "pending", "present", "receipt", "tier")
+    __slots__ = ("__weakref__", "_lock", "_release", "failed", "pending", "present", "receipt", "tier")
 
     def __init__(
         self,
@@ -198,6 +199,7 @@ class Lease:
         receipt: object = None,
         release: Callable[[], object] | None = None,
         pending: Pending[None] | None = None,
+        failed: bool = False,
     ) -> None:
         """Make a lease.
 
@@ -208,7 +210,9 @@ class Lease:
             release: called once; None for a lease that holds nothing.  The garbage collector may be the one
                 who calls, in the middle of anything: it must take no lock.
             pending: see the class.
+            failed: see the class.
         """
+        self.failed = failed
         self.tier = tier
         self.present = present
         self.receipt = receipt
@@ -217,9 +221,9 @@ class Lease:
         self._lock = threading.Lock()
 
     @classmethod
-    def nothing(cls, tier: str, count: int) -> Lease:
+    def nothing(cls, tier: str, count: int, *, failed: bool = False) -> Lease:
         """A lease on `count` keys of which none is present; what a failed lookup settles with."""
-        return cls(tier, np.zeros(count, np.bool_))
+        return cls(tier, np.zeros(count, np.bool_), failed=failed)
 
     @property
     def active(self) -> bool:
@@ -250,7 +254,7 @@ class Lease:
             release()
         finally:
             warnings.warn(
-                f"a lease of tier {self.tier!r} on {int(self.present.sum())} records was dropped unreleased",
+                f"a lease of tier {self.tier!r} on {np.sum(self.present)} records was dropped unreleased",
                 ResourceWarning,
                 source=self,
                 stacklevel=1,

@@ -124,7 +124,7 @@ class DramTier:
             lease = self._lookup(keys, deadline)
         except Exception as error:  # noqa: BLE001 - kept; a lookup that fails finds nothing (A10)
             self._fault(error)
-            lease = Lease.nothing(self._name, len(keys))
+            lease = Lease.nothing(self._name, len(keys), failed=True)
         return Pending.of(lease)
 
     def _lookup(self, keys: RecordKeys, deadline: float) -> Lease:

@@ -24,7 +24,7 @@ def rows(width: int) -> list[list[str]]:
 
 def text(cell: str) -> str | None:
     """A dash is an absent field; what stands in backquotes is a value, the empty one included."""
-    return None if cell == "–" else cell.strip("`")
+    return None if cell == "-" else cell.strip("`")
 
 
 @pytest.mark.parametrize("row", rows(7), ids=lambda row: " ".join(row[:4]))

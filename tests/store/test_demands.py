@@ -143,7 +143,10 @@ def test_options_are_checked_by_name_and_range() -> None:
     """I3: all that is wrong with the options is told at once."""
     with setup() as s:
         for wrong, text in (
-            ({"save_budget": 2.0, "max_tp": 0}, r"save_budget is 2.0; max_tp is 0"),
+            (
+                {"save_budget": 2.0, "max_tp": 0},
+                "save_budget 2.0: expected 0 to 1; max_tp 0: expected at least 1",
+            ),
             ({"save_budgte": 0.5}, "no such option: save_budgte; options are max_tp"),
         ):
             with pytest.raises(UsageFault, match=text):

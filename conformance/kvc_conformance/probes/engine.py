@@ -172,20 +172,21 @@ def _open(session: Session, dtype: str, page_tokens: int | None) -> Launch:
 def _runner(session: Session, opened: Launch) -> tuple[Executor, str | None]:
     """The plugin's executor, or the generic one for its map; and the line of whichever the plugin wrote."""
     ctx = opened.ctx
+    hook = _line(getattr(opened.plugin.module, "kvc_executor", None))
     runner = opened.plugin.call("kvc_executor", ctx)
     if isinstance(runner, HfLayers):
         key = f"model {ctx.checkpoint} {ctx.dtype}"
         if key not in session.objects:
             session.objects[key] = load_model(str(ctx.checkpoint), ctx.device, ctx.dtype)
-        where = _line(getattr(opened.plugin.module, "kvc_executor", None))
-        return generic_executor(opened.model, runner, hf_model=session.objects[key]), where
+        return generic_executor(opened.model, runner, hf_model=session.objects[key]), hook
     if not all(hasattr(runner, name) for name in ("limits", "bind", "forward")):
         raise PluginFault(
             f"kvc_executor returned a {type(runner).__name__}; expected an Executor (limits, bind, forward)"
             " or HfLayers"
         )
     executor: Executor = runner
-    return executor, _line(type(executor).forward)
+    ours = type(executor).__module__.startswith("kvcontract.")
+    return executor, hook if ours else _line(type(executor).forward)
 
 
 def _line(function: Any) -> str | None:
