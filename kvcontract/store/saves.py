@@ -43,7 +43,8 @@ class Run:
     Attributes:
         keys: uint64[n, 2].
         pages: int32[n].
-        generations: uint32[n], of their occupants.
+        first: number of the first page that is looked at.
+        generations: uint32[n - first], of the occupants of those.
         content: what they hold, if somebody is told (I7).
     """
 
@@ -51,6 +52,7 @@ class Run:
     pages: Pages
     generations: Generations
     content: Content | None
+    first: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,9 @@ class Batch:
         shed: pages that were not even tried.
         report: settles once every copy has landed.
         savings: by tier, its marks.
+        pages: int32[k].
+        codes: u8[tiers, k].
+        again: bool[tiers, k], those that failed after another try was asked for.
     """
 
     rank: Rank
@@ -78,17 +83,14 @@ class Batch:
     shed: int = 0
     report: Pending[SealReport] = field(default_factory=Pending)
     savings: dict[int, Saving] = field(default_factory=dict)
+    pages: Pages = field(init=False)
     codes: NDArray[np.uint8] = field(init=False)
     again: NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.pages = self.run.pages[self.numbers]
         self.codes = np.zeros(self.todo.shape, np.uint8)
         self.again = np.zeros(self.todo.shape, np.bool_)
-
-    @property
-    def pages(self) -> Pages:
-        """int32[k]."""
-        return np.ascontiguousarray(self.run.pages[self.numbers])
 
     def of(self, tier: int) -> NDArray[np.int64]:
         """Which rows of the batch a tier gets."""

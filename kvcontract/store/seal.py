@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,7 @@ class Sealer:
         }
         self._shed: dict[str, deque[_Shed]] = {name: deque() for name in ranks}
         self._draining: set[str] = set()
+        self._sealed: WeakKeyDictionary[RequestKv, int] = WeakKeyDictionary()
         shared = [number for number, item in enumerate(known) if item.tier.capabilities.shared]
         self._visible = shared or list(range(len(self._known)))  # where another engine looks
         self.handoffs = Handoffs(len(self._visible))
@@ -141,9 +143,14 @@ class Sealer:
         content = None
         if self._tell:
             content = Content(req.tokens[: count * rank.pool.page_tokens], scope_tag)
-        run = Run(keys, pages, rank.pool.generation[pages], content)
         with self._lock:
+            # What it began with, and what a seal before has dealt with, is looked at again in the end.
+            matched = req.hit_tokens // rank.pool.page_tokens
+            first = 0 if last or handoff is not None else min(count, self._sealed.get(req, matched))
+            run = Run(keys, pages, rank.pool.generation[pages[first:]], content, first)
             batch = self._planned(rank, run, cls, handoff, retry=last)
+            if handoff is None:
+                self._sealed[req] = count if batch is None or not batch.shed else first
         if batch is None:
             return Pending.of(NOTHING)  # C9
         batch.after = after
@@ -189,7 +196,8 @@ class Sealer:
         self, rank: Rank, run: Run, cls: SaveClass, handoff: str | None, *, retry: bool
     ) -> Batch | None:
         now, classes = self._clock(), [cls] * len(self._known)
-        todo = np.zeros((len(self._known), len(run.pages)), np.bool_)
+        pages = run.pages[run.first :]
+        todo = np.zeros((len(self._known), len(pages)), np.bool_)
         owed = self.handoffs.begin(handoff, len(run.pages)) if handoff is not None else []
         for number, known in enumerate(self._known):
             if handoff is not None and number in self._visible:
@@ -197,7 +205,7 @@ class Sealer:
                 continue
             if handoff is not None:
                 classes[number] = SaveClass.CACHEABLE  # a private tier keeps nothing for others
-            todo[number] = known.of(rank).missing(run.pages, run.generations, now, retry=retry)
+            todo[number] = known.of(rank).missing(pages, run.generations, now, retry=retry)
         budgeted = cls is not SaveClass.HANDOFF  # C5
         return self._made(rank, run, todo, classes, budgeted=budgeted, handoff=handoff)
 
@@ -212,20 +220,22 @@ class Sealer:
         handoff: str | None = None,
     ) -> Batch | None:
         """Choose what may be pinned, pin it (C1), and mark it as being saved; None if there is nothing."""
-        numbers = np.flatnonzero(todo.any(axis=0))
-        if not len(numbers):
+        rows = np.flatnonzero(todo.any(axis=0))
+        if not len(rows):
             return None
         budget = self._budgets[rank.name]
-        fits = min(len(numbers), budget.left) if budgeted else len(numbers)
-        shed, numbers = len(numbers) - fits, numbers[:fits]
-        batch = Batch(rank, run, numbers, todo[:, numbers], classes, budgeted, handoff, shed=shed)
+        fits = min(len(rows), budget.left) if budgeted else len(rows)
+        shed, rows = len(rows) - fits, rows[:fits]
+        numbers = rows + run.first
+        batch = Batch(rank, run, numbers, todo[:, rows], classes, budgeted, handoff, shed=shed)
         rank.pool.pin(batch.pages)
         if budgeted:
             budget.take(batch.pages)
         for number, known in enumerate(self._known):
-            mine = numbers[batch.of(number)]
+            mine = batch.of(number)
             if len(mine):
-                begun = known.of(rank).begin(run.pages[mine], run.keys[mine], run.generations[mine])
+                generations = run.generations[rows[mine]]
+                begun = known.of(rank).begin(batch.pages[mine], run.keys[numbers[mine]], generations)
                 batch.savings[number] = begun
         self._open[batch] = None
         return batch
@@ -289,8 +299,8 @@ class Sealer:
         """Pages that failed although their request was retired meanwhile: tried again, once (C4)."""
         if not batch.again.any():
             return None
-        todo = np.zeros((len(self._known), len(batch.run.pages)), np.bool_)
-        todo[:, batch.numbers] = batch.again
+        todo = np.zeros((len(self._known), len(batch.run.generations)), np.bool_)
+        todo[:, batch.numbers - batch.run.first] = batch.again
         with self._lock:
             self._tally.count("pages_tried_again", int(batch.again.any(axis=0).sum()))
             classes = [SaveClass.CACHEABLE] * len(self._known)
