@@ -115,7 +115,7 @@ class Marks:
 
     def lost(self, keys: Keys) -> None:
         """The tier has lost records of these pages, uint64[n, 2]."""
-        names = set(names_of(keys))
+        names = dict.fromkeys(names_of(keys))
         with self._lock:
             for saving in self._flying:
                 close = np.isin(saving.keys[:, 0], keys[:, 0])  # then exactly

@@ -244,7 +244,8 @@ class Sealer:
 
     def _start(self, batch: Batch) -> None:
         self._tally.count("pages_sealed", len(batch.numbers))
-        self._tally.count("pages_not_saved_shed", batch.shed)
+        if batch.shed:
+            self._tally.count("pages_not_saved_shed", batch.shed)
         if batch.handoff is not None:
             self.handoffs.watch(batch.handoff, batch.report)
         now, workers = self._clock(), self._workers[batch.rank.name]
