@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.core.pending import Pending, all_of
+from kvcontract.core.pending import Pending, all_of, report_uncaught
 from kvcontract.pool.events import Content
 from kvcontract.pool.index import Keys
 from kvcontract.pool.request import RequestKv
@@ -47,11 +47,21 @@ KEPT_SHED: Final = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shed:
-    """Pages of a retired request that still want to be saved; `done` once they were tried or given up."""
+    """Pages of a retired request that still want to be saved; `done` once that has ended, or is given up."""
 
     keys: Keys
     content: Content | None
+    saves: list[Pending[SealReport]] = field(default_factory=list)
     done: Pending[None] = field(default_factory=Pending)
+
+    def cut(self, pages: int, page_tokens: int) -> Content | None:
+        """What the first of its pages hold."""
+        told = self.content
+        return None if told is None else Content(told.token_ids[: pages * page_tokens], told.scope)
+
+    def end(self) -> None:
+        """Nothing more is tried: it is done once what was tried has landed."""
+        all_of(self.saves).on_done(lambda _: self.done.settle(None))
 
 
 class Sealer:
@@ -136,27 +146,16 @@ class Sealer:
         """
         if req.released:
             raise UsageFault("the request is released: its pages may be another's by now; seal before that")
-        count = req.registered
-        if not count or not self._known:
+        if not req.registered or not self._known:
             return Pending.of(NOTHING)
-        pages, keys = req.pages[:count], req.keys
-        content = None
-        if self._tell:
-            content = Content(req.tokens[: count * rank.pool.page_tokens], scope_tag)
         with self._lock:
-            # What it began with, and what a seal before has dealt with, is looked at again in the end.
-            matched = req.hit_tokens // rank.pool.page_tokens
-            first = 0 if last or handoff is not None else min(count, self._sealed.get(req, matched))
-            run = Run(keys, pages, rank.pool.generation[pages[first:]], content, first)
-            batch = self._planned(rank, run, cls, handoff, retry=last)
-            if handoff is None:
-                self._sealed[req] = count if batch is None or not batch.shed else first
+            batch = self._looked(rank, req, cls, handoff, scope_tag, last=last)
         if batch is None:
             return Pending.of(NOTHING)  # C9
         batch.after = after
         shed = batch.shed
         if shed and last:
-            self._remember(rank, _Shed(keys.copy(), content))
+            self._remember(rank, _Shed(batch.run.keys.copy(), batch.run.content))
         self._start(batch)
         if shed and last:
             self._drain(rank)  # pins may have come back before it was remembered
@@ -188,9 +187,26 @@ class Sealer:
             for line in self._shed.values():
                 line.clear()
         for item in items:
-            item.done.settle(None)
+            item.end()
 
     # Planning, under the lock
+
+    def _looked(
+        self, rank: Rank, req: RequestKv, cls: SaveClass, handoff: str | None, scope_tag: str, *, last: bool
+    ) -> Batch | None:
+        """What of a request is to be saved now."""
+        count, page = req.registered, rank.pool.page_tokens
+        pages, content = req.pages[:count], None
+        if self._tell:
+            content = Content(req.tokens[: count * page], scope_tag)
+        # What it began with, and what a seal before has dealt with, is looked at again in the end.
+        seen = self._sealed.get(req, req.hit_tokens // page)
+        first = 0 if last or handoff is not None else min(count, seen)
+        run = Run(req.keys, pages, rank.pool.generation[pages[first:]], content, first)
+        batch = self._planned(rank, run, cls, handoff, retry=last)
+        if handoff is None:
+            self._sealed[req] = count if batch is None or not batch.shed else first
+        return batch
 
     def _planned(
         self, rank: Rank, run: Run, cls: SaveClass, handoff: str | None, *, retry: bool
@@ -266,7 +282,14 @@ class Sealer:
         all_of(outcomes).on_done(lambda _: self._settle(batch))
 
     def _saved(self, batch: Batch, number: int, begun: float, verdict: Verdict) -> None:
-        """One tier has answered."""
+        """One tier has answered; whatever goes wrong here, the save has its terminal (R8)."""
+        try:
+            self._booked(batch, number, begun, verdict)
+        except Exception as error:  # noqa: BLE001 - reported; pins must come back
+            self._tally.count("faults")
+            report_uncaught(error)
+
+    def _booked(self, batch: Batch, number: int, begun: float, verdict: Verdict) -> None:
         rows, ok, now = batch.of(number), verdict.codes == Code.OK, self._clock()
         batch.codes[number, rows] = verdict.codes
         chain = batch.run.keys, batch.numbers[rows], batch.run.content
@@ -315,7 +338,7 @@ class Sealer:
             line.append(item)
             dropped = line.popleft() if len(line) > KEPT_SHED else None
         if dropped is not None:
-            dropped.done.settle(None)
+            dropped.end()
 
     def _drain(self, rank: Rank) -> None:
         """Try what was shed, oldest first, as far as the budget goes; one at a time."""
@@ -332,7 +355,7 @@ class Sealer:
                 with self._lock:
                     self._draining.discard(rank.name)
             if not left and self._forgotten(rank, item):
-                item.done.settle(None)
+                item.end()
 
     def _forgotten(self, rank: Rank, item: _Shed) -> bool:
         with self._lock:
@@ -346,7 +369,8 @@ class Sealer:
         """Save what is resident of it; whether something is still left to try."""
         with rank.pool.match(item.keys) as hold:
             pages = hold.pages.copy()
-            run = Run(item.keys[: len(pages)], pages, rank.pool.generation[pages], item.content)
+            content = item.cut(len(pages), rank.pool.page_tokens)
+            run = Run(item.keys[: len(pages)], pages, rank.pool.generation[pages], content)
             with self._lock:
                 batch = (
                     self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True) if len(pages) else None
@@ -355,5 +379,6 @@ class Sealer:
             return False
         self._tally.count("pages_tried_again", len(batch.numbers))
         left, batch.shed = batch.shed > 0, 0
+        item.saves.append(batch.report)
         self._start(batch)
         return left
