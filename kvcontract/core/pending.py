@@ -37,7 +37,7 @@ class Pending(Generic[T]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._settled = threading.Event()
+        self._settled: threading.Event | None = None  # made by who blocks: most pendings are never waited for
         self._callbacks: list[Callable[[T], object]] = []
         self._done = False
         self._value: T | None = None
@@ -63,7 +63,9 @@ class Pending(Generic[T]):
                 raise InternalFault(f"settled twice: first {self._value!r}, then {value!r} (R8)")
             self._value, self._done = value, True
             callbacks, self._callbacks = self._callbacks, []
-        self._settled.set()
+            settled = self._settled
+        if settled is not None:
+            settled.set()
         for callback in callbacks:
             _call(callback, value)
 
@@ -111,8 +113,12 @@ class Pending(Generic[T]):
         Raises:
             TimeoutError: it did not come in time; the operation goes on.
         """
+        with self._lock:
+            if self._done:
+                return cast("T", self._value)
+            settled = self._settled = self._settled or threading.Event()
         # threading refuses waits of more than some centuries
-        if not self._settled.wait(min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
+        if not settled.wait(min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
             raise TimeoutError(f"the operation did not settle within {timeout_s:g} s; it goes on")
         return self.value
 

@@ -48,6 +48,10 @@ class StoreLoop:
             if not self._loop.is_closed():
                 raise
 
+    def later(self, delay_s: float, function: Callable[[], object]) -> None:
+        """Call on the loop after a while, from any thread; nothing happens once the loop has ended."""
+        self.soon(lambda: self._loop.call_later(delay_s, function))
+
     async def run(self, work: Work[T], undo: Callable[[T], object]) -> T:
         """Await work of the store on any event loop.
 

@@ -9,56 +9,37 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from dataclasses import fields, replace
+from itertools import count
+from typing import Any, Self
 
-from kvcontract.contract.check import check_model
-from kvcontract.contract.clauses import clause
-from kvcontract.contract.errors import NotConformant, UsageFault
-from kvcontract.contract.finding import Finding
-from kvcontract.contract.layout import layout
+from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.model import KvModel, Scope
-from kvcontract.contract.wire import Part, fingerprint, parts, wire_record
 from kvcontract.core.jit import warm_up
 from kvcontract.core.lane import Lane
-from kvcontract.core.pending import Pending, all_of, wait_until
-from kvcontract.pool.keys import FleetSecret, Keyer, TokenIds, token_array
+from kvcontract.core.pending import Pending
+from kvcontract.pool.events import Event
+from kvcontract.pool.keys import FleetSecret, PageKeys, TokenIds, token_array
+from kvcontract.pool.media import Media, MediaItem
 from kvcontract.pool.request import RequestKv
+from kvcontract.store.barriers import reached
+from kvcontract.store.control import ResetReport
+from kvcontract.store.core import CloseReport, StoreCore, StoreOptions, settled
+from kvcontract.store.explain import Explanation
+from kvcontract.store.handoffs import HandoffReport
 from kvcontract.store.loop import StoreLoop
-from kvcontract.store.policy import PLAIN, KvPrefix, ResolvePolicy
+from kvcontract.store.pins import PIN_TTL_S, Pin
+from kvcontract.store.policy import PLAIN, CancelToken, KvPrefix, ResolvePolicy
 from kvcontract.store.rank import Rank
-from kvcontract.store.resolve import Resolver, Search
-from kvcontract.store.seal import After, Sealer, SealReport
-from kvcontract.store.stats import StoreStats, Tally
-from kvcontract.store.worker import Worker
+from kvcontract.store.saves import NOTHING, SealReport
+from kvcontract.store.search import Ask
+from kvcontract.store.stats import StoreStats
+from kvcontract.store.workers import After
 from kvcontract.tiers.base import Level, SaveClass, Tier
-from kvcontract.tiers.frame import header_bytes
-from kvcontract.tiers.guard import GuardedTier
 
-SAVE_DEADLINE_S: Final = 60.0
-"""A save that has not begun by then is given up and tried again at retire."""
-
-LASTING_MAX_TP: Final = 8
-"""Default of `max_tp` where records may be read by an engine of another degree."""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseReport:
-    """How a store ended (C10).
-
-    Attributes:
-        drained: nothing was running any more; what was submitted has landed and is findable or was refused.
-        loads: operations that still ran; their memory is leaked on purpose, never freed under a copy.
-        saves: likewise.
-        tiers: names of tiers that could not end their own work.
-    """
-
-    drained: bool
-    loads: int
-    saves: int
-    tiers: tuple[str, ...]
+__all__ = ["NOTHING", "KvStore", "StoreOptions"]
 
 
 class KvStore:
@@ -69,15 +50,16 @@ class KvStore:
         ranks: one or several; the table is frozen (A26).
         tiers: below the device, fastest first; the store closes them.
         secret: the fleet's; None: random, which no persistent or shared tier may use.
-        max_tp: most workers that may ever read the records; None: 8 where records outlive this process or
-            leave it, else the ranks' own degree, since nobody else reads them.
         loop: run on this event loop instead of a thread of the store's own; deadlines are on its clock, also
             those that tiers are given.
-        lane: where bytes are copied and checked; None: a thread for each rank.
+        lane: where bytes are copied and checked; None: a thread for each worker.
+        options: how it behaves.
+        more: options by name, instead.
 
     Raises:
-        NotConformant: the declaration has findings, or tiers ask for what is not served (KVC-OFFLOAD-05).
-        UsageFault: ranks, pools or tiers that cannot be served together; all faults are named.
+        NotConformant: the declaration has findings, or a lasting tier has no weights to name
+            (KVC-OFFLOAD-05).
+        UsageFault: ranks, pools, tiers or options that cannot be served together; all faults are named.
     """
 
     def __init__(
@@ -87,44 +69,28 @@ class KvStore:
         tiers: Sequence[Tier] = (),
         *,
         secret: FleetSecret | None = None,
-        max_tp: int | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         lane: Lane | None = None,
+        options: StoreOptions | None = None,
+        **more: Any,
     ) -> None:
-        self._part = _refuse(model, ranks, tiers, secret, max_tp)
-        tp = max(rank.tp for rank in ranks)
-        lasting = any(tier.capabilities.persistent or tier.capabilities.shared for tier in tiers)
-        self.max_tp = max_tp if max_tp is not None else max(tp, LASTING_MAX_TP if lasting else 1)
-        _refuse_small_tiers(model, self._part, tiers, self.max_tp)
+        chosen = _options(options, more)
         warm_up()  # a kernel that compiled at its first call would do so under a pool's lock
         self.model = model
-        self.fingerprint = fingerprint(model)
-        self.keyer = Keyer(self.fingerprint.required, secret or FleetSecret.random(), model.page_tokens)
-        self._ranks = {rank.name: rank for rank in ranks}
-        self._rank_of = {id(rank.pool): rank for rank in ranks}
-        self._tiers = tuple(GuardedTier(tier) for tier in tiers)
-        self._tally = Tally()
-        self._resolver = Resolver(self._part, self._tiers, self._tally)
-        self._sealer = Sealer(self._part, self._tiers, self._tally)
+        self._numbers = count(1)
         self._closed: CloseReport | None = None
         self._close_gate = threading.Lock()
         self._close_task: asyncio.Task[CloseReport] | None = None
         self._loop = StoreLoop(loop)
         with ExitStack() as undo:
             undo.callback(self._loop.stop)
-            self._workers: dict[str, Worker] = {}
-            for rank in ranks:
-                self._workers[rank.name] = worker = Worker(
-                    model,
-                    layout(model, 0, rank.tp),
-                    rank.bindings,
-                    max_tp=self.max_tp,
-                    lane=lane,
-                    clock=self._loop.time,
-                )
-                undo.callback(worker.close, self._loop.time())
+            self._core = StoreCore(
+                model, ranks, tiers, secret=secret, clock=self._loop, lane=lane, options=chosen
+            )
             undo.pop_all()
-        self._stop = [rank.pool.on_release(self._waker(rank.name)) for rank in ranks]
+        self.keyer = self._core.keyer
+        self.fingerprint = self._core.fingerprint
+        self.max_tp = self._core.max_tp
 
     # The three verbs
 
@@ -134,6 +100,10 @@ class KvStore:
         tokens: TokenIds,
         scope: Scope | None = None,
         policy: ResolvePolicy = PLAIN,
+        *,
+        cancel: CancelToken | None = None,
+        media: Sequence[MediaItem] = (),
+        label: str | None = None,
     ) -> KvPrefix:
         """The longest prefix of a prompt that is resident on a rank, or can be made so in time.
 
@@ -145,13 +115,16 @@ class KvStore:
             tokens: the whole prompt.
             scope: who may share.
             policy: how far to go.
+            cancel: ends it from anywhere with an empty prefix (A11).
+            media: items of the prompt; no hit ends inside an uncut one.
+            label: the caller's name for it, for `explain`; it need not be unique (A14).
 
         Raises:
-            UsageFault: no such rank, token ids out of range, or the store is closed.  A failing tier is a
-                shorter hit instead.
+            UsageFault: no such rank, token ids out of range, a demand that cannot be met here (A24), or the
+                store is closed.  A failing tier is a shorter hit instead.
         """
-        work = self._resolve(self._rank(rank), token_array(tokens), scope or Scope(), policy)
-        return await self._loop.run(work, KvPrefix.release)
+        ask = self._ask(rank, tokens, scope, policy, cancel, media, label)
+        return await self._loop.run(self._core.resolve(ask), KvPrefix.release)
 
     def resolve(
         self,
@@ -159,43 +132,58 @@ class KvStore:
         tokens: TokenIds,
         scope: Scope | None = None,
         policy: ResolvePolicy = PLAIN,
+        *,
+        cancel: CancelToken | None = None,
+        media: Sequence[MediaItem] = (),
+        label: str | None = None,
     ) -> KvPrefix:
         """`resolve_prefix` for callers without an event loop; blocks up to the policy's deadline."""
-        work = self._resolve(self._rank(rank), token_array(tokens), scope or Scope(), policy)
-        return self._loop.wait(work, KvPrefix.release)
+        ask = self._ask(rank, tokens, scope, policy, cancel, media, label)
+        return self._loop.wait(self._core.resolve(ask), KvPrefix.release)
 
     def seal(
-        self, req: RequestKv, cls: SaveClass = SaveClass.CACHEABLE, *, after: After | None = None
+        self,
+        req: RequestKv,
+        cls: SaveClass = SaveClass.CACHEABLE,
+        *,
+        after: After | None = None,
+        handoff: str | None = None,
     ) -> Pending[SealReport]:
         """Save a request's complete pages that are not known to be stored; never blocks.
 
         Args:
             req: an unreleased request of one of the ranks.
             cls: why.
-            after: waited for before the first byte is read: the event of the step's writes (C2).
+            after: waited for before the first byte is read: the event of the step's writes (C2).  Called by
+                each worker that writes, for each tier, on that worker's lane.
+            handoff: with `SaveClass.HANDOFF`, the name under which `flush_handoff` and `release_handoff` know
+                it.
 
         Returns:
             Settles with what became of it, once every copy has landed.  A closed store refuses every page.
 
         Raises:
-            UsageFault: the request is released, or of a pool that is no rank of this store.
+            UsageFault: the request is released, or of a pool that is no rank of this store; a handoff without
+                a name, or a name without a handoff.
         """
-        rank = self._rank_by_request(req)
-        deadline = self._loop.time() + SAVE_DEADLINE_S
-        worker = self._workers[rank.name]
-        return self._sealer.seal(rank, worker, req, cls=cls, deadline=deadline, after=after)
+        return self._seal(req, cls, after, handoff, last=False)
 
     def retire(
-        self, req: RequestKv, cls: SaveClass = SaveClass.CACHEABLE, *, after: After | None = None
+        self,
+        req: RequestKv,
+        cls: SaveClass = SaveClass.CACHEABLE,
+        *,
+        after: After | None = None,
+        handoff: str | None = None,
     ) -> Pending[SealReport]:
         """Save what is not stored yet, failed pages again, and release the request; never blocks (C6).
 
-        Pages with a save in flight stay resident until it settles, whoever owned them.  Arguments and errors
-        are those of `seal`; whatever is raised, the request is released, and a step that is outstanding
-        reverted.
+        Pages with a save in flight stay resident until it settles, whoever owned them; one that fails then is
+        tried once more.  Arguments and errors are those of `seal`; whatever is raised, the request is
+        released, and a step that is outstanding reverted.
         """
         try:
-            return self.seal(req, cls, after=after)
+            return self._seal(req, cls, after, handoff, last=True)
         finally:
             with req:
                 pass
@@ -205,7 +193,8 @@ class KvStore:
     async def flush_saves(self, level: Level = "landed", deadline_s: float = 60.0) -> bool:
         """Wait for every save submitted before; True if all settled and the tiers reached `level` in time.
 
-        May be awaited on any event loop.
+        Barriers are answered in the order of the calls; `durable` asks the tiers that outlive the process
+        (C8).  May be awaited on any event loop.
 
         Raises:
             UsageFault: the store is closed.
@@ -215,39 +204,138 @@ class KvStore:
     async def flush_loads(self, deadline_s: float = 60.0) -> bool:
         """Wait until every load submitted before, abandoned ones too, has settled and is registered.
 
-        May be awaited on any event loop.
-
         Returns:
             Whether all did in time.
 
         Raises:
             UsageFault: the store is closed.
         """
-        return await self._loop.run(self._flush_loads(deadline_s), _nothing)
+        return await self._loop.run(self._core.flush_loads(self._loop.time() + deadline_s), _nothing)
 
     def flush(self, level: Level = "landed", deadline_s: float = 60.0) -> bool:
         """`flush_saves` for callers without an event loop."""
         return self._loop.wait(self._flush(level, deadline_s), _nothing)
 
-    # The rest
+    async def aflush_handoff(self, handoff: str, deadline_s: float = 5.0) -> HandoffReport:
+        """Wait for the saves of one handoff; at the deadline, what is known of it by then (C7).
+
+        Raises:
+            UsageFault: the store is closed.
+        """
+        return await self._loop.run(self._flush_handoff(handoff, deadline_s), _nothing)
+
+    def flush_handoff(self, handoff: str, deadline_s: float = 5.0) -> HandoffReport:
+        """`aflush_handoff` for callers without an event loop."""
+        return self._loop.wait(self._flush_handoff(handoff, deadline_s), _nothing)
+
+    def release_handoff(self, handoff: str) -> None:
+        """The other side has its copy, or will not come: records of a handoff may be evicted; idempotent."""
+        self._core.sealer.handoffs.forget(handoff)
+        for tier in self._core.tiers:
+            tier.release_handoff(handoff)
+
+    # Residency
+
+    def probe(
+        self, tokens: TokenIds, scope: Scope | None = None, *, media: Sequence[MediaItem] = ()
+    ) -> dict[str, int]:
+        """How many leading tokens of a prompt are resident on each rank; pins nothing, asks no tier.
+
+        Raises:
+            UsageFault: token ids out of range.
+        """
+        keys = self._keys(tokens, scope, media)
+        page = self.model.page_tokens
+        return {name: rank.pool.probe(keys) * page for name, rank in self._core.ranks.items()}
+
+    def pin(
+        self,
+        rank: str,
+        tokens: TokenIds,
+        scope: Scope | None = None,
+        *,
+        ttl_s: float = PIN_TTL_S,
+        media: Sequence[MediaItem] = (),
+    ) -> Pin:
+        """Keep what is resident of a prompt from eviction, for a while, within budget and quota.
+
+        Raises:
+            UsageFault: no such rank, token ids out of range, a time that is not above 0, or the store is
+                closed.
+        """
+        self._loop.refuse_if_closed()
+        if not ttl_s > 0:
+            raise UsageFault(f"a pin for {ttl_s} s; allowed is more than 0")
+        keys = self._keys(tokens, scope, media)
+        return self._core.pins.pin(self._core.rank(rank), keys, scope or Scope(), ttl_s, self._loop.time())
+
+    def unpin(self, pin: Pin | int) -> bool:
+        """End a pin; False if it has ended already."""
+        return self._core.pins.unpin(pin if isinstance(pin, int) else pin.id)
+
+    # Switches
+
+    def set_prefix_cache(self, on: bool) -> None:
+        """Switch prefix caching: off, no resolve finds anything, only handoffs are saved, nothing is kept.
+
+        Resolves under way finish as they began.
+        """
+        self._core.switches.set_prefix_cache(on)
+
+    def set_retention(self, on: bool) -> None:
+        """Switch whether devices keep released pages; off drains them once, and tiers go on alone."""
+        self._core.switches.set_retention(on)
+
+    async def areset(self, tiers: Sequence[str] | None = None, deadline_s: float = 60.0) -> ResetReport:
+        """Forget everything kept: on the devices, and in these tiers, or in all.
+
+        Ordered (C11): it runs once what was submitted before has ended and nothing is active; resolves that
+        come later wait for it.  Pins end with it.
+
+        Raises:
+            UsageFault: no such tier, or the store is closed.
+        """
+        return await self._loop.run(self._reset(tiers, deadline_s), _nothing)
+
+    def reset(self, tiers: Sequence[str] | None = None, deadline_s: float = 60.0) -> ResetReport:
+        """`areset` for callers without an event loop."""
+        return self._loop.wait(self._reset(tiers, deadline_s), _nothing)
+
+    # Figures
 
     def stats(self) -> StoreStats:
-        """Counters, hit tokens by source, reasons for shorter hits, and gauges (I6)."""
-        return self._tally.read(
-            resolving=self._resolver.searching,
-            loads=len(self._resolver.loads),
-            saves=len(self._sealer.saves),
-            pinned_blocks=sum(rank.pool.pinned_blocks for rank in self._ranks.values()),
-        )
+        """Counters, hit tokens by source, reasons for shorter hits, what moved, gauges (I6)."""
+        return self._core.stats()
 
     def tier_stats(self) -> dict[str, dict[str, int]]:
         """Each tier's own counters and gauges."""
-        return {tier.name: tier.stats() for tier in self._tiers}
+        return {tier.name: tier.stats() for tier in self._core.tiers}
+
+    def explain(self, resolve: KvPrefix | int | str) -> Explanation:
+        """Why a hit was as long as it was: by its prefix, its id, or the latest of a label (I8).
+
+        Raises:
+            UsageFault: it is not among the latest.
+        """
+        return self._core.explanations.of(resolve.id if isinstance(resolve, KvPrefix) else resolve)
+
+    def take_events(self) -> list[tuple[str, Event]]:
+        """What became findable or is no longer, since the last call: (rank, event), or ("", event) of tiers.
+
+        Devices tell if their pools were given an `EventLog`, tiers if the store was given `TierEvents` (I7).
+        """
+        return self._core.take_events()
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Tell the cost model how long an executor took to prefill so many tokens (A21)."""
+        self._core.cost.computed(tokens, seconds)
 
     @property
     def pinned_blocks(self) -> int:
         """Pages with saves in flight (a gauge)."""
         return self.stats().gauges["pinned_blocks"]
+
+    # Its end
 
     def close(self, deadline_s: float = 10.0) -> CloseReport:
         """Take no more work, drain loads and saves, close the tiers (C10); again: the same report.
@@ -291,131 +379,71 @@ class KvStore:
 
     # Inside
 
-    async def _resolve(self, rank: Rank, tokens: Any, scope: Scope, policy: ResolvePolicy) -> KvPrefix:
-        self._loop.refuse_if_closed()
-        deadline = self._loop.time() + policy.deadline_s
-        page = self.model.page_tokens
-        covered = len(tokens) if policy.full_pages else max(0, len(tokens) - 1)  # A12
-        keys = self.keyer.chain(tokens[: covered // page * page], scope)
-        hold = rank.pool.match(keys)
-        search = Search(rank, self._workers[rank.name], keys, hold, policy, deadline)
-        return await self._resolver.resolve(search, len(tokens))
+    def _ask(
+        self,
+        rank: str,
+        tokens: TokenIds,
+        scope: Scope | None,
+        policy: ResolvePolicy,
+        cancel: CancelToken | None,
+        media: Sequence[MediaItem],
+        label: str | None,
+    ) -> Ask:
+        found, ids = self._core.rank(rank), token_array(tokens)
+        self._core.refuse_demand(policy)
+        deadline, items = self._loop.time() + policy.deadline_s, Media(media, len(ids))
+        workers, number = self._core.workers[rank], next(self._numbers)
+        return Ask(number, found, workers, ids, scope or Scope(), policy, deadline, items, cancel, label)
+
+    def _keys(self, tokens: TokenIds, scope: Scope | None, media: Sequence[MediaItem]) -> PageKeys:
+        ids, page = token_array(tokens), self.model.page_tokens
+        items = Media(media, len(ids))
+        pages = items.floor_pages(len(ids), page)
+        extras = items.extras(page, pages)
+        return self.keyer.chain(ids[: pages * page], scope or Scope(), extras=extras)
+
+    def _seal(
+        self, req: RequestKv, cls: SaveClass, after: After | None, handoff: str | None, *, last: bool
+    ) -> Pending[SealReport]:
+        rank = self._core.rank_of(req)
+        if (cls is SaveClass.HANDOFF) != (handoff is not None):
+            raise UsageFault(f"a save of class {cls.value} with handoff {handoff!r}: a handoff has a name")
+        if cls is not SaveClass.HANDOFF and not self._core.switches.prefix_cache and not req.released:
+            return Pending.of(NOTHING)
+        return self._core.sealer.seal(
+            rank,
+            req,
+            cls=cls,
+            after=after,
+            last=last,
+            handoff=handoff,
+            scope_tag=self.keyer.scope_tag(req.scope),
+        )
 
     async def _flush(self, level: Level, deadline_s: float) -> bool:
         deadline = self._loop.time() + deadline_s
-        if not await _settled(self._sealer.saves, deadline):
-            return False
-        flushed = [tier.flush(level, deadline) for tier in self._tiers]
-        return await _settled(flushed, deadline) and all(item.value for item in flushed)
+        return await reached(self._core.barriers.ask(level, deadline), deadline)
 
-    async def _flush_loads(self, deadline_s: float) -> bool:
-        return await _settled(self._resolver.loads, self._loop.time() + deadline_s)
+    async def _flush_handoff(self, handoff: str, deadline_s: float) -> HandoffReport:
+        handoffs = self._core.sealer.handoffs
+        await settled(handoffs.open(handoff), self._loop.time() + deadline_s)
+        return handoffs.report(handoff)
+
+    async def _reset(self, tiers: Sequence[str] | None, deadline_s: float) -> ResetReport:
+        return await self._core.resetter.reset(self._loop.time() + deadline_s, tiers)
 
     async def _close(self, deadline_s: float) -> CloseReport:
-        deadline = self._loop.time() + deadline_s
-        await self._resolver.conclude()
-        await _settled(self._resolver.loads, deadline)
-        await _settled(self._sealer.saves, deadline)
-        while self._stop:
-            self._stop.pop()()
-        idle = [worker.close(deadline) for worker in self._workers.values()]
-        await _settled(self._sealer.saves, deadline)  # those that came meanwhile: the worker refused them
-        stuck = tuple(tier.name for tier in self._tiers if not tier.close(deadline))
-        loads, saves = len(self._resolver.loads), len(self._sealer.saves)
-        return CloseReport(all(idle) and not (loads or saves or stuck), loads, saves, stuck)
-
-    def _rank(self, name: str) -> Rank:
-        if name not in self._ranks:
-            raise UsageFault(f"there is no rank {name!r}; ranks: {', '.join(self._ranks)}")
-        return self._ranks[name]
-
-    def _rank_by_request(self, req: RequestKv) -> Rank:
-        rank = self._rank_of.get(id(req.pool))
-        if rank is None:
-            raise UsageFault("the request draws from a pool that is no rank of this store")
-        return rank
-
-    def _waker(self, rank: str) -> Callable[[], None]:
-        def wake() -> None:
-            if self._resolver.awaited(rank):
-                self._loop.soon(lambda: self._resolver.pages_came_back(rank))
-
-        return wake
+        return await self._core.close(self._loop.time() + deadline_s)
 
 
-def _nothing(_value: object) -> None:
-    """Undoes what needs no undoing."""
-
-
-async def _settled(pendings: Sequence[Pending[Any]], deadline: float) -> bool:
+def _options(given: StoreOptions | None, more: dict[str, Any]) -> StoreOptions:
     try:
-        await wait_until(all_of(list(pendings)), deadline)
-    except TimeoutError:
-        return False
-    return True
+        return replace(given or StoreOptions(), **more)
+    except TypeError:
+        known = [item.name for item in fields(StoreOptions)]
+        wrong = ", ".join(sorted(set(more) - set(known)))
+        raise UsageFault(f"no such option: {wrong}; options are {', '.join(known)}") from None
 
 
-def _refuse(
-    model: KvModel,
-    ranks: Sequence[Rank],
-    tiers: Sequence[Tier],
-    secret: FleetSecret | None,
-    max_tp: int | None,
-) -> Part:
-    """Refuse what cannot be served; returns what is saved and restored as one unit."""
-    findings = check_model(model)
-    if findings:
-        raise NotConformant(model.name, findings)
-    faults = [] if ranks else ["a store has at least one rank"]
-    faults += [] if max_tp is None or max_tp >= 1 else [f"max_tp {max_tp}: expected at least 1"]
-    for what, names in (("rank", [rank.name for rank in ranks]), ("tier", [tier.name for tier in tiers])):
-        faults += [f"two {what}s are named {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
-    if len({id(rank.pool) for rank in ranks}) < len(ranks):
-        faults.append("two ranks share a pool; each has its own")
-    for rank in ranks:
-        if rank.pool.page_tokens != model.page_tokens:
-            faults.append(f"rank {rank.name!r}: its pool's page differs from {model.page_tokens} tokens")
-    lasting = [tier.name for tier in tiers if tier.capabilities.persistent or tier.capabilities.shared]
-    if lasting and secret is None:
-        faults.append(f"tier {', '.join(lasting)} outlives or leaves this process: give the fleet's secret")
-    mixing = [tier.name for tier in tiers if not tier.capabilities.scopes]
-    if mixing:
-        faults.append(f"tier {', '.join(mixing)} cannot keep scopes apart; every tier of a store must (D3)")
-    if faults:
-        raise UsageFault("; ".join(faults))
-    for rank in ranks:
-        rank.pool.check_capacity({key: binding.blocks for key, binding in rank.bindings.items()})
-    _refuse_unserved(model, ranks, tiers, lasting)
-    return parts(model)[0]
-
-
-def _refuse_small_tiers(model: KvModel, part: Part, tiers: Sequence[Tier], max_tp: int) -> None:
-    """A tier that no record fits into would never be of use (H10)."""
-    shards = part.shards(max_tp)
-    records = [wire_record(model, part, shard, shards) for shard in range(shards)]
-    largest = max(record.payload_bytes + header_bytes(len(record.segments)) for record in records)
-    small = [
-        f"tier {tier.name!r} takes records of at most {limit:,} B"
-        for tier in tiers
-        if (limit := tier.capabilities.max_record_bytes) is not None and limit < largest
-    ]
-    if small:
-        raise UsageFault(f"{'; '.join(small)}; one page of part {part.name!r} needs {largest:,} B")
-
-
-def _refuse_unserved(
-    model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier], lasting: Sequence[str]
-) -> None:
-    rule = clause("KVC-OFFLOAD-05")
-    found = []
-    for rank in ranks if tiers else ():
-        if rank.tp != 1:
-            message = f"rank {rank.name!r} has tp {rank.tp}; tiers are served at tp 1 in this version"
-            found.append(Finding(rule.id, "rank.tp", rank.tp, "1", message))
-    if lasting and not model.weights.resolved:
-        message = f"tier {', '.join(lasting)} keeps records beyond this process"
-        found.append(
-            Finding(rule.id, "weights.kind", model.weights.kind, "digest or revision", message, model.where)
-        )
-    if found:
-        raise NotConformant(model.name, tuple(found))
+def _nothing(_: object) -> None:
+    """Nothing to undo."""

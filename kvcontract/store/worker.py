@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -88,12 +88,25 @@ class Worker:
         self.staging = StagingBudget(staging_bytes)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._running: set[Op] = set()
+        self._running: dict[Op, None] = {}  # in order: what is awaited must not depend on addresses
         self._closed = False
 
     def shards(self, part: Part) -> int:
         """Records that this worker reads for one page of a part."""
         return len(self._shards[part.name])
+
+    def reads(self, part: Part) -> tuple[int, ...]:
+        """Numbers of those records' shards."""
+        return tuple(shard.record.shard for shard in self._shards[part.name])
+
+    def writes(self, part: Part) -> tuple[int, ...]:
+        """Numbers of the shards that it stores; others store the rest."""
+        return tuple(shard.record.shard for shard in self._shards[part.name] if shard.writes)
+
+    def record_bytes(self, part: Part, shard: int) -> int:
+        """Bytes of one record, frame included."""
+        found = next(item for item in self._shards[part.name] if item.record.shard == shard)
+        return found.record.payload_bytes + found.template.header_bytes
 
     def record_keys(self, part: Part, page_keys: PageKeys) -> RecordKeys:
         """Keys of every record that this worker reads for some pages.
@@ -162,6 +175,8 @@ class Worker:
         page_keys: PageKeys,
         blocks: Blocks,
         deadline: float,
+        *,
+        only: Sequence[int] | None = None,
     ) -> Op:
         """Load pages from a tier and check every byte of them (E7); never raises.
 
@@ -171,21 +186,21 @@ class Worker:
         Args:
             tier: where from.
             lease: of that tier, on keys from `record_keys`.
-            rows: int[n * shards(part)], the lease's rows in the order of `record_keys`.
+            rows: int[n * shards], the lease's rows in the order of `record_keys`.
             part: of `parts`.
             page_keys: uint64[n, 2].
             blocks: int[n], where the pages are to lie, none twice.
             deadline: no batch is begun after it.
+            only: numbers of the shards to read, in the order of `reads(part)`; None: all of them.
 
         Returns:
             u8[n] of `Code`; bytes of a page that is not OK are undefined.
         """
-        shards, count = self._shards[part.name], len(page_keys)
+        every, count = self._shards[part.name], len(page_keys)
+        shards = [shard for shard in every if only is None or shard.record.shard in only]
         ids = np.asarray(blocks, np.int64)
-        distinct = len(np.unique(ids))
-        if not len(ids) == distinct == count or len(rows) != count * len(shards):
-            found = f"{len(ids)} blocks, {distinct} distinct, and {len(rows)} rows for {count} pages"
-            return self._refused("load", count, f"{found} of {len(shards)} records each")
+        if wrong := _mismatch(ids, len(rows), count, len(shards)):
+            return self._refused("load", count, wrong)
         table = np.asarray(rows, np.int64).reshape(count, len(shards))
 
         def issue(landing: Landing, pages: slice, column: int) -> Op:
@@ -253,7 +268,7 @@ class Worker:
             if number:
                 self.count(f"{verb}_{Code(code).name.lower()}", number)
         with self._lock:
-            self._running.discard(op)
+            self._running.pop(op, None)
         op.settle(codes)
 
     def _refused(self, verb: str, pages: int, reason: str) -> Op:
@@ -267,11 +282,20 @@ class Worker:
         with self._lock:
             refused = self._closed
             if not refused:
-                self._running.add(chain.op)
+                self._running[chain.op] = None
         if refused:
             return self._refused(job.verb, len(job.blocks), "the worker is closed")
         chain.start()
         return chain.op
+
+
+def _mismatch(ids: Blocks, rows: int, pages: int, shards: int) -> str:
+    """What does not fit in the arguments of a load; empty if all does."""
+    distinct = len(np.unique(ids))
+    if len(ids) == distinct == pages and rows == pages * shards:
+        return ""
+    found = f"{len(ids)} blocks, {distinct} distinct, and {rows} rows for {pages} pages"
+    return f"{found} of {shards} records each"
 
 
 def _at_once() -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self, TypeAlias
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -353,6 +353,30 @@ class Tier(Protocol):
 
     def close(self, deadline: float) -> bool:
         """Take no more work and wait for what runs; False if something still runs, which is then leaked."""
+        ...
+
+
+@runtime_checkable
+class TellsLosses(Protocol):
+    """A tier that says what it no longer has; of others, what was stored is believed for a while (C3)."""
+
+    def on_loss(self, callback: Callable[[RecordKeys, str], object]) -> Callable[[], None]:
+        """Call back soon after records can be found no more, and say why; from any thread, no lock held.
+
+        Reasons are ``evicted`` and ``quarantined``; what `Resets.reset` forgets is not told.
+
+        Returns:
+            A function that ends it.
+        """
+        ...
+
+
+@runtime_checkable
+class Resets(Protocol):
+    """A tier that can forget everything."""
+
+    def reset(self, deadline: float) -> Pending[bool]:
+        """Forget every record; True once none can be found.  Who reads one goes on reading what was there."""
         ...
 
 

@@ -19,6 +19,7 @@ from kvcontract.core.lane import Lane, ThreadLane
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.tiers.base import (
     HANDOFF_TTL_S,
+    RECORD_KEY,
     Buffers,
     Capabilities,
     Clock,
@@ -100,8 +101,9 @@ class DramTier:
         # Filled by leases, without the lock: a lease may be released by the garbage collector, anywhere.
         self._returned: deque[_Receipt] = deque()
         self._handoffs: dict[str | int, _Handoff] = {}
-        self._unnamed = numbers(1)  # handoffs that only time ends
+        self._unnamed = numbers(1)  # handoffs that only time ends, callbacks
         self._running: dict[Op, str] = {}
+        self._loss_callbacks: dict[int, Callable[[RecordKeys, str], object]] = {}
         self._closed = False
 
     @property
@@ -269,13 +271,45 @@ class DramTier:
         receipt = lease.receipt
         if lease.tier != self._name or not isinstance(receipt, _Receipt):
             return
+        gone: list[bytes] = []
         with self._lock:
             self._settle_returns()
             for row in rows.tolist():
                 entry = receipt.entries[row] if 0 <= row < len(receipt.entries) else None
                 if entry is not None and entry[0].generation == entry[1] and entry[0].key is not None:
                     self._counts["quarantined"] += 1
+                    gone.append(entry[0].key)
                     self._slots.drop(entry[0])
+        self._tell(gone, "quarantined")
+
+    def on_loss(self, callback: Callable[[RecordKeys, str], object]) -> Callable[[], None]:
+        """See `TellsLosses.on_loss`."""
+        number = next(self._unnamed)
+        self._loss_callbacks[number] = callback
+
+        def end() -> None:
+            self._loss_callbacks.pop(number, None)
+
+        return end
+
+    def reset(self, deadline: float) -> Pending[bool]:
+        """See `Resets.reset`; at once.  Handoffs end with it."""
+        with self._lock:
+            self._settle_returns()
+            for handoff in list(self._handoffs):
+                self._end_handoff(handoff)
+            self._slots.forget()
+        return Pending.of(self._clock() <= deadline)
+
+    def _tell(self, names: list[bytes], reason: str) -> None:
+        """Say what is lost; outside the lock, since whoever hears it may call back."""
+        if names:
+            keys: RecordKeys = np.frombuffer(b"".join(names), RECORD_KEY)
+            for callback in tuple(self._loss_callbacks.values()):
+                try:
+                    callback(keys, reason)
+                except Exception as error:  # noqa: BLE001 - kept; an operation must still settle (R8)
+                    self._fault(error)
 
     def flush(self, level: Level, deadline: float) -> Pending[bool]:
         """See `Tier.flush`; landed is visible here, and nothing is durable."""
@@ -377,10 +411,12 @@ class DramTier:
 
     def _finish(self, verb: str, op: Op, codes: Codes) -> None:
         with self._lock:
+            evicted, self._slots.evicted = self._slots.evicted, []
             self._running.pop(op, None)
             for code, count in enumerate(np.bincount(codes).tolist()):
                 if count:
                     self._counts[f"{verb}_{Code(code).name.lower()}"] += count
+        self._tell(evicted, "evicted")
         op.settle(codes)
 
     def _fault(self, error: Exception) -> None:

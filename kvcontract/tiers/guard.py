@@ -23,8 +23,10 @@ from kvcontract.tiers.base import (
     Level,
     Op,
     RecordKeys,
+    Resets,
     Rows,
     SaveClass,
+    TellsLosses,
     Tier,
 )
 
@@ -41,7 +43,7 @@ class GuardedTier:
     """
 
     def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+        self._tier: Any = tier
         self._lock = threading.Lock()
         self._broken: Counter[str] = Counter()
         self.name: str = tier.name
@@ -72,6 +74,28 @@ class GuardedTier:
     def discard(self, lease: Lease, rows: Rows) -> None:
         """See `Tier.discard`."""
         self._call("discard", lambda: self._tier.discard(lease, rows), None)
+
+    @property
+    def tells_losses(self) -> bool:
+        """Whether the tier says what it no longer has."""
+        return isinstance(self._tier, TellsLosses)
+
+    def on_loss(self, callback: Callable[[RecordKeys, str], object]) -> Callable[[], None]:
+        """See `TellsLosses.on_loss`; of a tier that tells nothing, nothing comes."""
+        tier = self._tier
+        ended = self._call("on_loss", lambda: tier.on_loss(callback), None) if self.tells_losses else None
+        return (lambda: self._call("on_loss", ended, None)) if callable(ended) else (lambda: None)
+
+    @property
+    def resets(self) -> bool:
+        """Whether the tier can forget everything."""
+        return isinstance(self._tier, Resets)
+
+    def reset(self, deadline: float) -> Pending[bool]:
+        """See `Resets.reset`; False from a tier that cannot, or cannot say."""
+        return self._answer(
+            "reset", lambda: self._tier.reset(deadline), lambda value: value is True, absent=False
+        )
 
     def flush(self, level: Level, deadline: float) -> Pending[bool]:
         """See `Tier.flush`; a tier that cannot say is not flushed."""

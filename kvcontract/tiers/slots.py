@@ -94,6 +94,7 @@ class Slots:
         used_bytes: of the records that can be found.
         allocated_bytes: of all chunks.
         evictions: records that had to go for others.
+        evicted: their keys, until somebody takes them out.
     """
 
     def __init__(self, capacity_bytes: int, allocate: Allocate | None = None) -> None:
@@ -101,6 +102,7 @@ class Slots:
         self.used_bytes = 0
         self.allocated_bytes = 0
         self.evictions = 0
+        self.evicted: list[bytes] = []
         self._allocate = allocate or anonymous_memory
         self._classes: dict[int, _SizeClass] = {}
         self._index: dict[bytes, Slot] = {}
@@ -170,6 +172,11 @@ class Slots:
         if not slot.pins:
             self._free(slot)
 
+    def forget(self) -> None:
+        """Forget every record; a slot that is pinned stays as it is until it is unpinned."""
+        for slot in list(self._index.values()):
+            self.drop(slot)
+
     def clear(self) -> None:
         """Forget everything and give the memory back, once nobody reads or writes it any more."""
         for slot in self._index.values():
@@ -213,11 +220,16 @@ class Slots:
                 if self._grow(size, mine):
                     return True
             elif own is not None:
-                self.evictions += 1
-                self.drop(own)
+                self._evict(own)
                 return True
             else:
                 return False
+
+    def _evict(self, slot: Slot) -> None:
+        if slot.key is not None:
+            self.evicted.append(slot.key)
+        self.evictions += 1
+        self.drop(slot)
 
     def _idle_chunks(self, but_size: int) -> Iterator[tuple[_SizeClass, _Chunk]]:
         for size, held in self._classes.items():
@@ -227,8 +239,7 @@ class Slots:
     def _give_back(self, held: _SizeClass, chunk: _Chunk) -> None:
         for slot in chunk.slots:
             if slot.key is not None:
-                self.evictions += 1
-                self.drop(slot)
+                self._evict(slot)
         gone = set(chunk.slots)
         held.free = [slot for slot in held.free if slot not in gone]
         held.chunks.remove(chunk)

@@ -40,9 +40,10 @@ PAGE: Final = 4
 SCOPE: Final = Scope(salt="tenant")
 
 
-def model_of(**more: Any) -> KvModel:
+def model_of(heads: int = 2, *, sharded: bool = True, **more: Any) -> KvModel:
     """Two layers of one small plane each."""
-    plane = Field(name="kv", dtype="uint8", axes={"head": 2, "dim": 3}, shard_axis="head")
+    axis = "head" if sharded else None
+    plane = Field(name="kv", dtype="uint8", axes={"head": heads, "dim": 3}, shard_axis=axis)
     given: dict[str, Any] = {
         "contract": 1,
         "name": "toy",
@@ -62,10 +63,10 @@ def prompt(pages: int, seed: int = 0, extra: int = 1) -> list[int]:
     return np.random.default_rng(seed).integers(0, 1000, pages * PAGE + extra).tolist()
 
 
-def row(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-    """uint8[2, 2, 3]: what the last of these tokens leaves in every layer; depends on all of them."""
-    digest = hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=12).digest()
-    return np.frombuffer(digest, np.uint8).reshape(2, 2, 3)
+def row(tokens: Sequence[int], heads: int = 2) -> np.ndarray[Any, Any]:
+    """uint8[2, heads, 3]: what the last of these tokens leaves in every layer; depends on all of them."""
+    digest = hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=6 * heads).digest()
+    return np.frombuffer(digest, np.uint8).reshape(2, heads, 3)
 
 
 class HeldTier:
@@ -173,24 +174,71 @@ class HeldTier:
         return self.inner.close(deadline)
 
 
+class TellingTier(HeldTier):
+    """One that says what it loses, and can forget."""
+
+    def on_loss(self, callback: Callable[[RecordKeys, str], object]) -> Callable[[], None]:
+        """Straight through."""
+        return self.inner.on_loss(callback)
+
+    def reset(self, deadline: float) -> Pending[bool]:
+        """Straight through."""
+        return self.inner.reset(deadline)
+
+
 class Setup:
-    """One rank over memory of its own, tiers, and a store, all on one virtual clock."""
+    """One rank over memory of its own, tiers, and a store, all on one virtual clock.
+
+    Attributes:
+        bindings: of each worker.
+    """
 
     def __init__(
-        self, *, pages: int = 16, tiers: int = 1, model: KvModel | None = None, **options: Any
+        self,
+        *,
+        pages: int = 16,
+        tiers: int = 1,
+        tp: int = 1,
+        model: KvModel | None = None,
+        save_budget: float = 1.0,
+        **options: Any,
     ) -> None:
         self.loop = VirtualLoop()
         self.model = model or model_of()
-        self.pool = BlockPool(pages=pages, page_tokens=PAGE)
-        self.binding = Binding.allocate(layout(self.model).space("full"), blocks=pages)
-        self.tiers = [HeldTier(self.loop.time, name) for name in ("dram", "disk")[:tiers]]
-        ranks = [Rank(self.pool, {"full": self.binding})]
+        self.pool = BlockPool(pages=pages, page_tokens=PAGE, events=options.pop("log", None))
+        self.bindings = [
+            Binding.allocate(layout(self.model, number, tp).space("full"), blocks=pages)
+            for number in range(tp)
+        ]
+        claims = options.pop("claims", {})  # by name of the tier
+        names = ("dram", "disk", "far")[:tiers]
+        made = HeldTier if options.pop("silent", False) else TellingTier
+        self.tiers = [made(self.loop.time, name, **claims.get(name, {})) for name in names]
+        ranks = [Rank(self.pool, [{"full": binding} for binding in self.bindings])]
+        options["save_budget"] = save_budget  # small pools: what is not about the budget is not shed
         self.store = KvStore(self.model, ranks, self.tiers, loop=self.loop, lane=InlineLane(), **options)
 
     @property
     def tier(self) -> HeldTier:
         """The first."""
         return self.tiers[0]
+
+    @property
+    def binding(self) -> Binding:
+        """Of the first worker."""
+        return self.bindings[0]
+
+    @property
+    def heads(self) -> int:
+        """Of the model."""
+        return self.model.arenas[0].fields[0].axes["head"]
+
+    def share(self, content: Any, worker: int) -> Any:
+        """What a worker holds of [heads, dim]."""
+        if self.model.arenas[0].fields[0].shard_axis is None:
+            return content
+        tp = len(self.bindings)
+        return content[worker * self.heads // tp : max(1, -(-(worker + 1) * self.heads // tp))]
 
     async def resolve(self, tokens: list[int], **policy: Any) -> KvPrefix:
         """Resolve in the usual scope."""
@@ -215,9 +263,11 @@ class Setup:
         chunk = req.schedule_prefill(len(tokens))
         for at in range(chunk.start, chunk.end):
             block = int(chunk.pages["full"][at // PAGE])
-            content = torch.from_numpy(row(tokens[: at + 1]).copy())
+            content = torch.from_numpy(row(tokens[: at + 1], self.heads).copy())
             for layer in range(2):
-                self.binding.views[f"layer.{layer}", "kv"][block, at % PAGE] = content[layer]
+                for worker, binding in enumerate(self.bindings):
+                    share = self.share(content[layer], worker)
+                    binding.views[f"layer.{layer}", "kv"][block, at % PAGE] = share
         req.apply_prefill(chunk, 5)
         return req
 
@@ -232,8 +282,9 @@ class Setup:
         self.pool.set_retention(False)
         self.pool.set_retention(True)
         if self.pool.held == 0:
-            for view in self.binding.views.values():
-                view.fill_(0xEE)
+            for binding in self.bindings:
+                for view in binding.views.values():
+                    view.fill_(0xEE)
 
     def check_content(self, tokens: list[int], prefix: KvPrefix) -> None:
         """The rows of a hit are those of its tokens."""
@@ -241,10 +292,12 @@ class Setup:
         pages = prefix.hold.pages.tolist()
         assert len(pages) * PAGE == prefix.hit_tokens  # A13
         for at in range(prefix.hit_tokens):
-            wanted = row(tokens[: at + 1])
+            wanted = row(tokens[: at + 1], self.heads)
             for layer in range(2):
-                found = self.binding.views[f"layer.{layer}", "kv"][pages[at // PAGE], at % PAGE].numpy()
-                assert (found == wanted[layer]).all(), f"token {at}, layer {layer}"
+                for worker, binding in enumerate(self.bindings):
+                    found = binding.views[f"layer.{layer}", "kv"][pages[at // PAGE], at % PAGE].numpy()
+                    share = self.share(wanted[layer], worker)
+                    assert (found == share).all(), f"token {at}, layer {layer}, worker {worker}"
 
     def check_idle(self) -> None:
         """R8: nothing is held, pinned, leased or running; the books balance."""

@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_store import PAGE, SCOPE, HeldTier, Setup, model_of, prompt, setup
+from bench_store import PAGE, SCOPE, Setup, model_of, prompt, setup
 
-from kvcontract import KvStore, Rank, Scope
+from kvcontract import FleetSecret, KvStore, Rank, Scope
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import InlineLane
 from kvcontract.store.policy import KvPrefix
-from kvcontract.store.resolve import COLD_MISSES_TO_OPEN
+from kvcontract.store.search import COLD_MISSES_TO_OPEN
 from kvcontract.tiers.base import Code, Lease
 
 TOKENS = prompt(4)
+SECRET = FleetSecret(bytes(range(32)))
 
 
 def release(prefix: KvPrefix) -> int:
@@ -133,9 +134,9 @@ def test_a5_gives_up_waiting_for_room_at_the_deadline() -> None:
     with setup(pages=9) as s:
         s.stored(TOKENS)
         busy = s.admit(prompt(5, seed=1))
-        prefix = s.loop.run(s.resolve(TOKENS))
+        prefix = s.loop.run(s.resolve(TOKENS, full_hit=True))
         assert s.loop.time() == pytest.approx(15.0)
-        assert (prefix.hit_tokens, prefix.degraded) == (0, ("no room on the device",))
+        assert (prefix.hit_tokens, prefix.degraded[0]) == (0, "no room on the device")
         busy.release()
 
 
@@ -161,16 +162,15 @@ def test_a5_is_not_woken_into_asking_the_tier_by_less_than_it_needs() -> None:
 
 
 def test_r6_what_can_never_fit_is_not_waited_for() -> None:
-    """R6: a hit larger than the pool ends at once."""
-    with setup() as big:
+    """R6, A18: a hit larger than the pool ends at once where all is wanted; else what fits is loaded."""
+    with setup(secret=SECRET) as big:
         big.stored(TOKENS)
-        small = Setup(pages=4)
-        tier = HeldTier(small.loop.time)
-        tier.inner = big.tier.inner  # what one engine stored, seen by one with fewer pages
-        small.store._resolver._tiers = (tier,)
-        small.store.keyer = big.store.keyer
-        prefix = small.loop.run(small.resolve(TOKENS))
-        assert (small.loop.time(), prefix.degraded) == (0.0, ("no room on the device",))
+        small = Setup(pages=4, secret=SECRET)
+        small.tier.inner = big.tier.inner  # what one engine stored, seen by one with fewer pages
+        prefix = small.loop.run(small.resolve(TOKENS, full_hit=True, deadline_s=0.001))
+        assert (prefix.hit_tokens, prefix.degraded[0]) == (0, "no room on the device")
+        assert release(small.loop.run(small.resolve(TOKENS))) == 3
+        assert small.loop.time() == 0.0
         small.check_idle()
         small.loop.run(small.store.aclose())
         small.loop.close()
@@ -190,7 +190,7 @@ def test_a6_every_branch_that_does_not_load_releases_its_lease() -> None:
         assert s.tier.stats()["leases"] == 0
         s.tier.answer = lambda lease: lease
         busy = s.admit(prompt(5, seed=1))
-        assert release(s.loop.run(s.resolve(TOKENS, deadline_s=1.0))) == 0
+        assert release(s.loop.run(s.resolve(TOKENS, deadline_s=1.0, full_hit=True))) == 0
         assert s.tier.stats()["leases"] == 0
         busy.release()
 

@@ -31,8 +31,11 @@ CALM_S = 30.0
 
 def rank_of(pages: int = 16, tp: int = 1) -> Rank:
     """A rank over memory of its own."""
-    binding = Binding.allocate(layout(model_of(), 0, tp).space("full"), blocks=pages)
-    return Rank(BlockPool(pages=pages, page_tokens=PAGE), {"full": binding}, tp=tp)
+    memory = [
+        {"full": Binding.allocate(layout(model_of(), number, tp).space("full"), blocks=pages)}
+        for number in range(tp)
+    ]
+    return Rank(BlockPool(pages=pages, page_tokens=PAGE), memory)
 
 
 @contextmanager
@@ -60,14 +63,15 @@ def test_d6_kvc_offload_05_lasting_tiers_need_resolved_weights(claim: str) -> No
         assert store.max_tp == 8
 
 
-def test_kvc_offload_05_tiers_need_tp_1() -> None:
-    """KVC-OFFLOAD-05: two workers with tiers are refused by name; without tiers they are served."""
-    with pytest.raises(NotConformant, match=r"KVC-OFFLOAD-05.*tp 2"):
-        KvStore(model_of(), [rank_of(tp=2)], [DramTier(1 << 20, lane=InlineLane())])
-    with KvStore(model_of(), [rank_of(tp=2)]) as store:
-        assert store.resolve("0", TOKENS, SCOPE).hit_tokens == 0
-    with KvStore(model_of(), [rank_of()], [DramTier(1 << 20, lane=InlineLane())]) as store:
-        assert store.max_tp == 1
+def test_kvc_offload_05_tiers_are_served_at_any_degree() -> None:
+    """KVC-OFFLOAD-05, E3: several workers with tiers are served; a degree that does not fit is refused."""
+    for tp in (1, 2):
+        with KvStore(model_of(), [rank_of(tp=tp)], [DramTier(1 << 20, lane=InlineLane())]) as store:
+            assert store.max_tp == tp
+    with pytest.raises(UsageFault, match="raise max_tp to at least 2"):
+        KvStore(model_of(), [rank_of(tp=2)], [DramTier(1 << 20, lane=InlineLane())], max_tp=1)
+    with pytest.raises(UsageFault, match="memory of 1 workers for tp 2; give one mapping for each"):
+        Rank(BlockPool(pages=4, page_tokens=PAGE), rank_of().bindings, tp=2)
 
 
 def test_h10_what_a_tier_can_do_is_checked_when_a_store_is_built() -> None:

@@ -83,7 +83,8 @@ def test_r8_a_save_always_settles(act: Any) -> None:
     """Whatever a tier answers, the report comes, pins are back, the barrier ends, the store drains."""
     pool = BlockPool(9, PAGE)
     binding = Binding.allocate(layout(MODEL).space("full"), 9)
-    store = KvStore(MODEL, [Rank(pool, {"full": binding})], [Wild(DramTier(1 << 20), "save", act)])
+    tier = Wild(DramTier(1 << 20), "save", act)
+    store = KvStore(MODEL, [Rank(pool, {"full": binding})], [tier], save_budget=1.0)
     _, report = serve(store, pool, binding)
     assert (report.saved, report.failed) == (0, {"failed": 3})
     assert store.flush() is True

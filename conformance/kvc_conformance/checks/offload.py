@@ -210,7 +210,7 @@ def _refusals(bench: Bench, case: str) -> str:
         case _:
             if faults := tp_faults(model, 2):
                 raise CouldNotRun(f"the declaration cannot be cut over 2 workers: {faults[0]}")
-            _must(bench, named, "a tier at tp 2", tiers=[{}], tp=2)
+            _must(bench, nameless, None, tiers=[{}], tp=2)
             _must(bench, named, None, tiers=[], tp=2)
     return ""
 

@@ -111,22 +111,24 @@ def build(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
 def _build(session: Session, arguments: Arguments) -> Made:
     model = KvModel.model_validate_json(arguments["model"])
     pages, tp, inline = arguments["pages"], arguments.get("tp", 1), arguments.get("inline", False)
-    space = layout(model, 0, tp).space(SPACE)
-    device = session.job["device"]
-    binding = _layer_first(space, pages, device) if arguments.get("layer_first") else None
-    binding = binding or Binding.allocate(space, pages, device)
+    device, layer_first = session.job["device"], arguments.get("layer_first")
+    spaces = [layout(model, number, tp).space(SPACE) for number in range(tp)]
+    memory = [
+        _layer_first(space, pages, device) if layer_first else Binding.allocate(space, pages, device)
+        for space in spaces
+    ]
     lanes: list[Lane] = []
     tiers = [_tier(session, spec, lanes, inline=inline) for spec in arguments.get("tiers", ())]
     pool = BlockPool(pages, model.page_tokens)
     secret = arguments.get("secret")
     store = KvStore(
         model,
-        [Rank(pool, {SPACE: binding}, name=RANK, tp=tp)],
+        [Rank(pool, [{SPACE: binding} for binding in memory], name=RANK)],
         tiers,
         secret=None if secret is None else FleetSecret(bytes.fromhex(secret)),
         lane=InlineLane() if inline else None,
     )
-    return Made(store, pool, Rows(space, binding, model.page_tokens), tiers, lanes)
+    return Made(store, pool, Rows(spaces[0], memory[0], model.page_tokens), tiers, lanes)
 
 
 def _layer_first(space: Space, pages: int, device: str) -> Binding:

@@ -1,0 +1,302 @@
+"""What a store is made of: its parts, put together once, and the little that binds them.
+
+`KvStore` is the door; here nothing knows of threads or foreign loops, apart from the clock it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.model import KvModel, Scope
+from kvcontract.contract.wire import fingerprint
+from kvcontract.core.lane import Lane
+from kvcontract.core.pending import Pending, all_of, wait_until
+from kvcontract.pool.events import Event
+from kvcontract.pool.keys import FleetSecret, Keyer, TokenIds
+from kvcontract.pool.request import RequestKv
+from kvcontract.store.answer import Answers
+from kvcontract.store.barriers import Barriers
+from kvcontract.store.control import Resetter, Switches
+from kvcontract.store.cost import CostFigures, CostModel
+from kvcontract.store.events import TierEvents
+from kvcontract.store.explain import Explanations
+from kvcontract.store.fetch import Fetcher
+from kvcontract.store.known import Known
+from kvcontract.store.loads import Landed, Loads
+from kvcontract.store.pins import Pins
+from kvcontract.store.policy import KvPrefix, ResolvePolicy
+from kvcontract.store.rank import Rank
+from kvcontract.store.refuse import lasting_names, refuse, refuse_small_tiers
+from kvcontract.store.resolve import Resolver
+from kvcontract.store.room import Lines
+from kvcontract.store.seal import Sealer
+from kvcontract.store.search import Ask
+from kvcontract.store.stats import StoreStats, Tally
+from kvcontract.store.workers import Workers
+from kvcontract.tiers.base import Tier
+from kvcontract.tiers.guard import GuardedTier
+
+LASTING_MAX_TP: Final = 8
+"""Default of `max_tp` where records may be read by an engine of another degree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How a store behaves; shares are of each pool.
+
+    Attributes:
+        max_tp: most workers that may ever read the records; None: 8 where records outlive this process or
+            leave it, else the ranks' own degree, since nobody else reads them.
+        save_budget: that Cacheable saves may pin; what is above it is shed and tried again later (C5).
+        pin_budget: that `pin` may keep resident in all.
+        scope_pin_quota: that `pin` may keep resident for one scope.
+        cost: figures of the cost model; None: off, everything that is found is restored (A21).
+        events: told of what tiers hold (I7); None: nobody is.
+    """
+
+    max_tp: int | None = None
+    save_budget: float = 0.25
+    pin_budget: float = 0.25
+    scope_pin_quota: float = 0.125
+    cost: CostFigures | None = None
+    events: TierEvents | None = None
+
+    def __post_init__(self) -> None:
+        shares = {name: getattr(self, name) for name in ("save_budget", "pin_budget", "scope_pin_quota")}
+        wrong = [f"{name} {value}: expected 0 to 1" for name, value in shares.items() if not 0 <= value <= 1]
+        if self.max_tp is not None and self.max_tp < 1:
+            wrong.append(f"max_tp {self.max_tp}: expected at least 1")
+        if wrong:
+            raise UsageFault("; ".join(wrong))
+
+
+class StoreClock(Protocol):
+    """The loop that a store runs on, as its parts see it."""
+
+    def time(self) -> float:
+        """Now; from any thread."""
+        ...
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Call on the loop; from any thread."""
+        ...
+
+    def later(self, delay_s: float, function: Callable[[], object]) -> None:
+        """Call on the loop after a while; from any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReport:
+    """How a store ended (C10).
+
+    Attributes:
+        drained: nothing was running any more; what was submitted has landed and is findable or was refused.
+        loads: operations that still ran; their memory is leaked on purpose, never freed under a copy.
+        saves: likewise.
+        tiers: names of tiers that could not end their own work.
+    """
+
+    drained: bool
+    loads: int
+    saves: int
+    tiers: tuple[str, ...]
+
+
+class StoreCore:
+    """The parts of a store; arguments are those of `KvStore`."""
+
+    def __init__(
+        self,
+        model: KvModel,
+        ranks: Sequence[Rank],
+        tiers: Sequence[Tier],
+        *,
+        secret: FleetSecret | None,
+        clock: StoreClock,
+        lane: Lane | None,
+        options: StoreOptions,
+    ) -> None:
+        self.part = refuse(model, ranks, tiers, secret)
+        self.max_tp = options.max_tp or max(
+            *(rank.tp for rank in ranks), LASTING_MAX_TP if lasting_names(tiers) else 1
+        )
+        refuse_small_tiers(model, self.part, tiers, self.max_tp)
+        self.fingerprint = fingerprint(model)
+        self.keyer = Keyer(self.fingerprint.required, secret or FleetSecret.random(), model.page_tokens)
+        self.clock = clock
+        self.options = options
+        self.ranks = {rank.name: rank for rank in ranks}
+        self.tiers = tuple(GuardedTier(tier) for tier in tiers)
+        self.tally = Tally()
+        self.workers: dict[str, Workers] = {}
+        with ExitStack() as undo:
+            for rank in ranks:
+                made = Workers(model, self.part, rank, max_tp=self.max_tp, lane=lane, clock=clock.time)
+                self.workers[rank.name] = made
+                undo.callback(made.close, clock.time())
+            self._connect(ranks)
+            undo.pop_all()
+
+    def _connect(self, ranks: Sequence[Rank]) -> None:
+        tell, clock = self.options.events is not None, self.clock
+        self.known = [Known(tier, ranks, self.part.id, self.options.events) for tier in self.tiers]
+        pairs = {rank.name: (rank, self.workers[rank.name]) for rank in ranks}
+        self.sealer = Sealer(
+            self.known, pairs, self.tally, clock.time, budget=self.options.save_budget, tell=tell
+        )
+        self.loads = Loads(self.tally, clock.time, self._landed)
+        self.cost = CostModel(self.options.cost, self.tally)
+        self.lines = Lines()
+        self.fetcher = Fetcher(
+            self.tiers, tally=self.tally, loads=self.loads, cost=self.cost, lines=self.lines
+        )
+        self.explanations = Explanations(self._known_elsewhere)
+        answers = Answers(self.part, self.tiers, self.tally, self.explanations)
+        self.resolver = Resolver(self.keyer, self.fetcher, answers, self.tally, soon=clock.soon, tell=tell)
+        self.barriers = Barriers(self.tiers, self._submitted)
+        self.pins = Pins(self.options.pin_budget, self.options.scope_pin_quota, clock.later)
+        self.switches = Switches(ranks)
+        self.resetter = Resetter(ranks, self.known, self._busy, self.pins.clear)
+        self._stop = [rank.pool.on_release(self._waker(rank.name)) for rank in ranks]
+
+    # Verbs, on the loop
+
+    async def resolve(self, ask: Ask) -> KvPrefix:
+        """See `KvStore.resolve_prefix`."""
+        return await self.resolver.resolve(ask, self.resetter.gate, cache=self.switches.prefix_cache)
+
+    async def flush_loads(self, deadline: float) -> bool:
+        """Wait for the loads that are in flight."""
+        return await settled(self.loads.pending, deadline)
+
+    async def close(self, deadline: float) -> CloseReport:
+        """Drain, then close workers and tiers."""
+        self.resetter.conclude()
+        await self.resolver.conclude()
+        self.pins.clear()
+        await settled(self.loads.pending, deadline)
+        await settled(self._submitted(), deadline)
+        self.sealer.give_up_shed()
+        while self._stop:
+            self._stop.pop()()
+        idle = [workers.close(deadline) for workers in self.workers.values()]
+        await settled(self.sealer.saves, deadline)  # those that came meanwhile: the workers refused them
+        stuck = tuple(tier.name for tier in self.tiers if not tier.close(deadline))
+        for known in self.known:
+            known.unsubscribe()
+        loads, saves = len(self.loads.pending), len(self.sealer.saves)
+        return CloseReport(all(idle) and not (loads or saves or stuck), loads, saves, stuck)
+
+    # From any thread
+
+    def rank(self, name: str) -> Rank:
+        """The rank of that name.
+
+        Raises:
+            UsageFault: there is none.
+        """
+        if name not in self.ranks:
+            raise UsageFault(f"there is no rank {name!r}; ranks: {', '.join(self.ranks)}")
+        return self.ranks[name]
+
+    def rank_of(self, req: RequestKv) -> Rank:
+        """The rank of a request.
+
+        Raises:
+            UsageFault: it is of another pool.
+        """
+        for rank in self.ranks.values():
+            if rank.pool is req.pool:
+                return rank
+        raise UsageFault("the request draws from a pool that is no rank of this store")
+
+    def refuse_demand(self, policy: ResolvePolicy) -> None:
+        """Refuse what could only be met by recomputing in silence (A24).
+
+        Raises:
+            UsageFault: says why.
+        """
+        if not policy.full_hit:
+            return
+        faults = []
+        if policy.per_position:
+            faults.append("outputs of every position are wanted, which only computing all of them gives")
+        if not self.tiers:
+            faults.append("there is no tier that another engine's pages could come from")
+        if not self.switches.prefix_cache:
+            faults.append("prefix caching is off")
+        if faults:
+            raise UsageFault(f"a full hit cannot be had here: {'; '.join(faults)}")
+
+    def stats(self) -> StoreStats:
+        """Counters, and gauges that return to 0 when idle."""
+        return self.tally.read(
+            resolving=self.resolver.searching,
+            waiting_for_room=self.lines.waiting,
+            loads=len(self.loads.pending),
+            saves=len(self.sealer.saves),
+            shed=len(self.sealer.shed),
+            pins=self.pins.pages,
+            pinned_blocks=sum(rank.pool.pinned_blocks for rank in self.ranks.values()),
+        )
+
+    def take_events(self) -> list[tuple[str, Event]]:
+        """What has happened since the last call: (rank, event) of the devices, ("", event) of the tiers."""
+        found = [
+            (rank.name, event)
+            for rank in self.ranks.values()
+            if rank.pool.events is not None
+            for event in rank.pool.events.take()
+        ]
+        if self.options.events is not None:
+            found += [("", event) for event in self.options.events.take()]
+        return found
+
+    # Between the parts
+
+    def _submitted(self) -> tuple[Pending[Any], ...]:
+        return (*self.sealer.saves, *self.sealer.shed)
+
+    def _busy(self) -> dict[str, Sequence[Pending[Any]]]:
+        idle = self.resolver.idle
+        return {
+            "resolves": () if idle.done else (idle,),
+            "loads": self.loads.pending,
+            "saves": self._submitted(),
+        }
+
+    def _landed(self, landed: Landed) -> None:
+        """Pages came from a tier: it has them (C3), and those above it are to have them too."""
+        number = next(i for i, known in enumerate(self.known) if known.tier is landed.source.tier)
+        search, now = landed.search, self.clock.time()
+        keys = search.keys[landed.numbers]
+        for other, known in enumerate(self.known):
+            tell = known.restored if other == number else known.recall
+            tell(search.rank, landed.pages, keys, landed.generations, now)
+        self.sealer.write_back(landed, number)
+
+    def _known_elsewhere(self, rank: str, tokens: TokenIds, scope: Scope) -> bool:
+        return self.ranks[rank].pool.probe(self.keyer.chain(tokens, scope)) > 0
+
+    def _waker(self, rank: str) -> Callable[[], None]:
+        def wake() -> None:
+            if self.lines.awaited(rank) and not self.fetcher.quiet(rank):
+                self.clock.soon(lambda: self.lines.came_back(rank))
+            if self.resetter.gate is not None:
+                self.clock.soon(self.resetter.pages_came_back)
+
+        return wake
+
+
+async def settled(pendings: Sequence[Pending[Any]], deadline: float) -> bool:
+    """Wait for all of them; whether they settled in time."""
+    try:
+        await wait_until(all_of(pendings), deadline)
+    except TimeoutError:
+        return False
+    return True

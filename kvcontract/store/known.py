@@ -1,0 +1,126 @@
+"""What a store knows of its tiers: which pages each has, rank by rank, and who is told when that changes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcontract.pool.events import Content
+from kvcontract.pool.index import Keys, Pages
+from kvcontract.store.events import RESET, TierEvents
+from kvcontract.store.marks import KNOWN_FOR_S, Flags, Generations, Marks, Saving, names_of
+from kvcontract.store.rank import Rank
+from kvcontract.tiers.base import RecordKeys
+from kvcontract.tiers.guard import GuardedTier
+
+_RECENT: Final = 4
+"""Names of stored pages that are kept, for each page of the pools."""
+
+
+class Known:
+    """What is known of one tier; thread-safe.
+
+    Marks die with a page's occupant.  So that what comes back from one tier is not saved to another that has
+    it, the latest names of stored pages are kept beyond that.
+
+    Args:
+        tier: which; what it must not do, it does not.
+        ranks: of the store.
+        part: id of the part whose records count.
+        events: told of changes; None: nobody is.
+    """
+
+    def __init__(
+        self, tier: GuardedTier, ranks: Sequence[Rank], part: int, events: TierEvents | None
+    ) -> None:
+        told = tier.tells_losses
+        self.tier = tier
+        self._part = part
+        self._events = events
+        # One lock for what is stored and what is told of it: the stream must be in the order of the changes.
+        self._lock = threading.RLock()
+        self._recent: dict[bytes, float] = {}  # until when the page is believed to be there
+        self._most = _RECENT * sum(rank.pool.pages for rank in ranks)
+        self._told = told
+        self._marks = {rank.name: Marks(rank.pool.pages, told=told, lock=self._lock) for rank in ranks}
+        self.unsubscribe = tier.on_loss(self._lost)
+
+    def of(self, rank: Rank) -> Marks:
+        """Marks of a rank's pages."""
+        return self._marks[rank.name]
+
+    def settled(
+        self,
+        rank: Rank,
+        saving: Saving,
+        ok: Flags,
+        now: float,
+        chain: tuple[Keys, NDArray[np.int64], Content | None],
+    ) -> Flags:
+        """A save has ended; see `Marks.settled`.
+
+        Args:
+            rank: whose pages.
+            saving: what was saved.
+            ok: bool[n].
+            now: on the store's clock.
+            chain: keys of the sequence, the numbers of the saved pages in it, and what it holds, if told.
+
+        Returns:
+            bool[n], those that are to be tried again.
+        """
+        keys, numbers, content = chain
+        with self._lock:
+            good, again = self.of(rank).settled(saving, ok, now)
+            self._remember(saving.keys[good], now)
+            if self._events is not None and content is not None and good.any():
+                self._events.stored(self.tier.name, keys, numbers[good], content)
+        return again
+
+    def restored(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, now: float) -> None:
+        """Pages came back from this tier: it has them."""
+        with self._lock:
+            self._remember(keys, now)
+            self.of(rank).restored(pages, keys, generations, now)
+
+    def recall(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, now: float) -> None:
+        """Pages came back from another tier: maybe this one has them too."""
+        with self._lock:
+            there = np.array([self._recent.get(name, 0.0) > now for name in names_of(keys)], np.bool_)
+            self.of(rank).restored(pages[there], keys[there], generations[there], now)
+
+    def _remember(self, keys: Keys, now: float) -> None:
+        until = math.inf if self._told else now + KNOWN_FOR_S
+        for name in names_of(keys):
+            self._recent.pop(name, None)
+            self._recent[name] = until
+        while len(self._recent) > self._most:
+            del self._recent[next(iter(self._recent))]
+
+    def forget(self) -> None:
+        """The tier was emptied (C11)."""
+        with self._lock:
+            self._recent.clear()
+            for marks in self._marks.values():
+                marks.forget()
+            if self._events is not None:
+                self._events.cleared(self.tier.name, RESET)
+
+    def _lost(self, keys: RecordKeys, reason: str) -> None:
+        """One record of a page is enough: the page can be found no more (R2)."""
+        mine: Keys = np.ascontiguousarray(keys["page_key"][keys["part"] == self._part])
+        if not len(mine):
+            return
+        mine = np.unique(mine, axis=0)
+        with self._lock:
+            for name in names_of(mine):
+                self._recent.pop(name, None)
+            for marks in self._marks.values():
+                marks.lost(mine)
+            if self._events is not None:
+                self._events.removed(self.tier.name, mine, reason)
