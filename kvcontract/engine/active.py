@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcontract.contract.errors import UsageFault
 from kvcontract.engine.drafter import Drafter
 from kvcontract.engine.request import Finish, Request, Result
 from kvcontract.engine.sampling import Sampler
+from kvcontract.pool.keys import MAX_TOKEN_ID, TokenIds, token_array
 from kvcontract.pool.request import Chunk, RequestKv
 from kvcontract.store.policy import KvPrefix
 
@@ -29,6 +31,7 @@ class Active:
         slots: its live slot in each bounded group.
         forced: the token after the prompt, where a branch has sampled it already.
         sealed_pages: leading pages that were handed to the store.
+        vocab_size: token ids lie below it.
     """
 
     request: Request
@@ -38,11 +41,13 @@ class Active:
     slots: Mapping[str, int] = field(default_factory=dict)
     forced: int | None = None
     sealed_pages: int = 0
+    vocab_size: int = MAX_TOKEN_ID
     _split: list[int] = field(default_factory=list)
     _logits: list[Tensor] = field(default_factory=list)
     _positions: list[NDArray[np.int64]] = field(default_factory=list)
     _drafted: int = 0
     _accepted: int = 0
+    _drafter_fault: str | None = None
 
     @property
     def prefilling(self) -> bool:
@@ -51,11 +56,20 @@ class Active:
 
     def schedule_decode(self, drafter: Drafter | None, most_tokens: int) -> Chunk:
         """The next decode step: one token, and as many proposals as the step has room for."""
-        drafts = (
-            drafter.propose(self.kv.tokens, self.slots) if drafter is not None and most_tokens > 1 else ()
-        )
-        drafts = drafts[: most_tokens - 1]
-        return self.kv.schedule_speculative(drafts) if drafts else self.kv.schedule_decode()
+        drafts = self._drafts(drafter, most_tokens - 1) if drafter is not None and most_tokens > 1 else ()
+        return self.kv.schedule_speculative(drafts) if len(drafts) else self.kv.schedule_decode()
+
+    def _drafts(self, drafter: Drafter, most: int) -> TokenIds:
+        """What a drafter proposes; nothing where that is no proposal: speculation never costs a request."""
+        try:
+            given = token_array(drafter.propose(self.kv.tokens, self.slots))[: min(most, drafter.max_drafts)]
+            outside = [token for token in given.tolist() if token >= self.vocab_size]
+            if outside:
+                raise UsageFault(f"proposed tokens {outside[:4]} outside a vocabulary of {self.vocab_size}")  # noqa: TRY301
+        except Exception as error:  # noqa: BLE001 - kept in the result; the model's own token is sampled
+            self._drafter_fault = self._drafter_fault or repr(error)
+            return ()
+        return given
 
     def commit(self, chunk: Chunk, logits: Tensor, wanted: NDArray[np.int64]) -> Finish | None:
         """The step that ran a chunk is done: sample if it emits, register what is complete.
@@ -110,4 +124,5 @@ class Active:
             positions=np.concatenate(self._positions) if self._positions else None,
             drafted_tokens=self._drafted,
             accepted_tokens=self._accepted,
+            drafter_fault=self._drafter_fault,
         )

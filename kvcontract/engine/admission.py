@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvcontract.contract.errors import UsageFault
 from kvcontract.engine.active import Active
 from kvcontract.engine.intake import Arrival
-from kvcontract.engine.request import Finish, Result, refusal
+from kvcontract.engine.request import Finish, Request, Result, refusal
 from kvcontract.engine.sampling import Sampler
 from kvcontract.pool.handles import Later, Never
 from kvcontract.pool.keys import Keyer
@@ -27,17 +27,19 @@ class Admission:
         pool: where pages come from.
         keyer: derives page keys.
         slots: live slots of each bounded group, by its name.
+        vocab_size: token ids lie below it.
     """
 
     pool: BlockPool
     keyer: Keyer
     slots: Mapping[str, LiveSlots]
+    vocab_size: int
     _queue: AdmissionQueue[Arrival]
 
     @classmethod
-    def of(cls, pool: BlockPool, keyer: Keyer, slots: Mapping[str, LiveSlots]) -> Admission:
+    def of(cls, pool: BlockPool, keyer: Keyer, slots: Mapping[str, LiveSlots], vocab_size: int) -> Admission:
         """An empty line."""
-        return cls(pool, keyer, slots, AdmissionQueue(pool))
+        return cls(pool, keyer, slots, vocab_size, AdmissionQueue(pool))
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -55,14 +57,15 @@ class Admission:
         self._queue.push(arrival, lifetime, arrival.prefix.hold)
         return None
 
-    def next(self) -> Active | Result | None:
-        """The next request that fits, admitted; or its result where it ends here; None if none fits now."""
+    def next(self) -> Active | tuple[Request, Result] | None:
+        """The next request that fits, admitted; or with its result where it ends here; None if none fits."""
         if any(slots.free == 0 for slots in self.slots.values()):
             return None
         waiter = self._queue.next()
         if waiter is None:
             return None
         arrival = _current(waiter)
+        sampler = arrival.sampler or Sampler(arrival.request.sampling)
         try:
             answer = admit(
                 self.pool,
@@ -79,11 +82,18 @@ class Admission:
         if isinstance(answer, Never):
             self._queue.remove(waiter)
             arrival.prefix.release()
-            return refusal(arrival.request, Finish.REFUSED, answer.reason)
+            return arrival.request, refusal(arrival.request, Finish.REFUSED, answer.reason)
         self._queue.admitted(waiter)
-        sampler = arrival.sampler or Sampler(arrival.request.sampling)
         slots = self.take_slots()
-        return Active(arrival.request, arrival.prefix, answer, sampler, slots=slots, forced=arrival.forced)
+        return Active(
+            arrival.request,
+            arrival.prefix,
+            answer,
+            sampler,
+            slots=slots,
+            forced=arrival.forced,
+            vocab_size=self.vocab_size,
+        )
 
     def take_slots(self) -> dict[str, int]:
         """A live slot in each bounded group; there is one in each, or `next` had not answered."""

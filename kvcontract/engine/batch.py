@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvcontract.contract.executor import Step
@@ -51,3 +53,12 @@ def _table(pages: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     for row, ids in zip(table, pages, strict=True):
         row[: len(ids)] = ids
     return table
+
+
+def written(device: torch.device) -> Any:
+    """Waits, on whatever thread calls it, until the writes queued on the device so far are done (C2)."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize

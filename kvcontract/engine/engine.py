@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from kvcontract.contract.model import KvModel, Scope
 from kvcontract.contract.wire import fingerprint
 from kvcontract.engine.active import Active
 from kvcontract.engine.admission import Admission
-from kvcontract.engine.batch import build_step, wanted_rows
+from kvcontract.engine.batch import build_step, wanted_rows, written
 from kvcontract.engine.drafter import Drafter
 from kvcontract.engine.fit import refuse_unfit
 from kvcontract.engine.intake import Arrival, Intake
@@ -106,7 +105,7 @@ class Engine:
         self._stop_token_ids = frozenset(stop_token_ids)
         secret = FleetSecret.random()
         own = Keyer(fingerprint(model).required, secret, model.page_tokens)
-        self._line = Admission.of(pool, own if store is None else store.keyer, self._slots)
+        self._line = Admission.of(pool, own if store is None else store.keyer, self._slots, limits.vocab_size)
         self._bindings = dict(bindings or {})
         self._drafter = drafter
         self._wake = threading.Event()
@@ -119,8 +118,6 @@ class Engine:
         self._open: set[int] = set()
         self._closed = False
         self._forget_pool = pool.on_release(self._wake.set)
-
-    # In and out
 
     def submit(
         self,
@@ -198,14 +195,15 @@ class Engine:
                 raise UsageFault("the engine is closed: it takes no more work")
             made = [whole.branch(next(self._ids), number) for number in range(count)]
             self._open.update(request.id for request in made)
-        pages = -(-(len(tokens) + max_new_tokens) // self.pool.page_tokens)
-        if pages > self.pool.total:
+            pages = -(-(len(tokens) + max_new_tokens) // self.pool.page_tokens)
+            fits = pages <= self.pool.total
+            if fits:  # under the lock: a close that comes now finds it in the intake
+                self._intake.begin(replace(made[0], branches=tuple(made[1:])))
+        if not fits:
             # B10: what can never fit is refused at intake, before anything is fetched for it.
             why = f"{pages} pages for {len(tokens)} + {max_new_tokens} tokens; the pool has {self.pool.total}"
             for request in made:
                 self._end(refusal(request, Finish.REFUSED, why))
-        else:
-            self._intake.begin(replace(made[0], branches=tuple(made[1:])))
         return tuple(request.id for request in made)
 
     def cancel(self, request_id: int) -> None:
@@ -242,8 +240,6 @@ class Engine:
             "waiting": len(self._line),
             "active": len(self._active),
         }
-
-    # Running
 
     def run(self) -> dict[int, Result]:
         """Step until every request has its result; returns those not taken yet.
@@ -283,10 +279,10 @@ class Engine:
         """Admit waiting requests that fit, in the line's order."""
         admitted = 0
         while len(self._active) < self.max_requests and (answer := self._line.next()) is not None:
-            if isinstance(answer, Result):
-                self._end(answer)
-            else:
+            if isinstance(answer, Active):
                 self._active.append(answer)
+            else:
+                self._end_all(*answer)
             admitted += 1
         return admitted
 
@@ -306,10 +302,19 @@ class Engine:
 
     def _schedule(self) -> list[tuple[Active, Chunk]]:
         """Decodes first, then prefill chunks in order of admission, while tokens are left."""
+        batch: list[tuple[Active, Chunk]] = []
+        try:
+            self._fill(batch)
+        except BaseException:
+            for item, chunk in batch:  # nothing stays outstanding, or no later step could be scheduled
+                item.kv.revert(chunk)
+            raise
+        return batch
+
+    def _fill(self, batch: list[tuple[Active, Chunk]]) -> None:
         prefilling = [item for item in self._active if item.prefilling]
-        decoding = [item for item in self._active if not item.prefilling]
-        left, batch = self.max_batch_tokens - len(decoding), []
-        for item in decoding:
+        left = self.max_batch_tokens - len(self._active) + len(prefilling)
+        for item in (item for item in self._active if not item.prefilling):
             chunk = item.schedule_decode(self._drafter, 1 + left)
             left -= chunk.drafts
             batch.append((item, chunk))
@@ -320,14 +325,13 @@ class Engine:
                 chunk = item.kv.schedule_prefill(size)
                 batch.append((item, chunk))
                 left -= len(chunk.token_ids)
-        return batch
 
     def _run(self, batch: list[tuple[Active, Chunk]]) -> None:
         every = [item.request.capture == "all" for item, _ in batch]
         try:
             for _, chunk in batch:
-                if chunk.copies:
-                    self._bindings[FULL].copy_blocks(chunk.copies)
+                for pair in chunk.copies:
+                    self._bindings[FULL].copy_blocks([pair])
             slots = [item.slots for item, _ in batch]
             step = build_step([chunk for _, chunk in batch], slots=slots, all_rows=every)
             logits = self._executor.forward(step).logits
@@ -359,31 +363,36 @@ class Engine:
         """Commit one request's part of a step, seal what it completed, finish it if that was the last."""
         finish = item.commit(chunk, logits, wanted)
         if item.request.branches and not item.prefilling:
-            self._branch(item, logits[-1])
+            self._branches(item, logits[-1])
         if self.store is not None and item.kv.registered > item.sealed_pages:
-            self.store.seal(item.kv, after=_written(logits.device))
+            self.store.seal(item.kv, after=written(logits.device))
             item.sealed_pages = item.kv.registered
         if finish is not None:
             self._finish(item, finish)
 
-    def _branch(self, item: Active, logits: Tensor) -> None:
+    def _branches(self, item: Active, logits: Tensor) -> None:
         """The prompt has been run: every branch samples its own first token and goes on by itself."""
         branches, item.request = item.request.branches, replace(item.request, branches=())
         for request in branches:
-            sampler = Sampler(request.sampling)
-            token = sampler(logits)
-            full = len(self._active) >= self.max_requests or any(s.free == 0 for s in self._slots.values())
-            kv = (
-                Later(1) if full or item.kv.finished or request.id in self._cancelled else item.kv.fork(token)
-            )
-            if isinstance(kv, Later):
-                prefix = KvPrefix.none(item.prefix.rank)
-                self._line.push(Arrival(request, prefix, sampler=sampler, forced=token))
-                continue
-            made = Active(request, KvPrefix.none(item.prefix.rank), kv, sampler, self._line.take_slots())
-            self._active.append(made)
-            if token in request.stop_token_ids:
-                self._finish(made, Finish.STOP)
+            try:
+                self._branch(item, request, logits)
+            except Exception as error:  # noqa: BLE001 - the others go on
+                self._end(refusal(request, Finish.FAILED, f"branch: {error!r}"))
+
+    def _branch(self, item: Active, request: Request, logits: Tensor) -> None:
+        sampler = Sampler(request.sampling)
+        token = sampler(logits)
+        full = len(self._active) >= self.max_requests or any(s.free == 0 for s in self._slots.values())
+        kv = Later(1) if full or item.kv.finished or request.id in self._cancelled else item.kv.fork(token)
+        prefix = KvPrefix.none(item.prefix.rank)
+        if isinstance(kv, Later):
+            self._line.push(Arrival(request, prefix, sampler=sampler, forced=token))
+            return
+        slots = self._line.take_slots()
+        made = Active(request, prefix, kv, sampler, slots, vocab_size=self._limits.vocab_size)
+        self._active.append(made)
+        if token in request.stop_token_ids:
+            self._finish(made, Finish.STOP)
 
     def _finish(self, item: Active, finish: Finish, reason: str = "") -> None:
         self._active.remove(item)
@@ -398,7 +407,10 @@ class Engine:
             self._line.release_slots(item)
             self._end(item.result(finish, reason))
             for branch in item.request.branches:  # it ended before they could begin
-                self._intake.begin(branch)
+                if self._closed:
+                    self._end(refusal(branch, Finish.CANCELLED, reason))
+                else:
+                    self._intake.begin(branch)
 
     def _end(self, result: Result) -> None:
         with self._lock:
@@ -411,8 +423,6 @@ class Engine:
         self._end(result)
         for branch in request.branches:
             self._end(replace(result, id=branch.id))
-
-    # The end
 
     def close(self) -> None:
         """Cancel what is left and give every page back; the store stays the caller's.  Idempotent."""
@@ -435,12 +445,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _written(device: torch.device) -> Any:
-    """Waits, on whatever thread calls it, until the writes queued on the device so far are done (C2)."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize

@@ -81,6 +81,7 @@ class Result:
         positions: int64[k], position of each captured row.
         drafted_tokens: tokens that a drafter proposed.
         accepted_tokens: how many of them were sampled.
+        drafter_fault: the first answer of the drafter that was no proposal, or None.
     """
 
     id: int
@@ -96,6 +97,7 @@ class Result:
     positions: NDArray[np.int64] | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafter_fault: str | None = None
 
 
 def refusal(request: Request, finish: Finish, reason: str) -> Result:

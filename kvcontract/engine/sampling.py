@@ -9,11 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from kvcontract.contract.errors import UsageFault
+
+COLDEST: Final = 1e-5
+"""Below this, dividing logits by the temperature overflows; greedy is 0."""
+
+SEEDS: Final = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         faults = []
-        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
-            faults.append(f"temperature {self.temperature}: expected 0 (greedy) or more")
+        if not (math.isfinite(self.temperature) and (self.temperature == 0.0 or self.temperature >= COLDEST)):
+            faults.append(f"temperature {self.temperature}: expected 0 (greedy), or {COLDEST:g} or more")
+        if self.seed is not None and not 0 <= self.seed < SEEDS:
+            faults.append(f"seed {self.seed}: expected 0 to 2**63 - 1")
         if not 0.0 < self.top_p <= 1.0:
             faults.append(f"top_p {self.top_p}: expected more than 0 and at most 1")
         if faults:
@@ -44,7 +52,7 @@ class Sampling:
 
     def branch(self, number: int) -> Sampling:
         """The same for one of several requests on one prompt: a seed is raised by its number."""
-        return self if self.seed is None else replace(self, seed=self.seed + number)
+        return self if self.seed is None else replace(self, seed=(self.seed + number) % SEEDS)
 
     @property
     def greedy(self) -> bool:

@@ -316,3 +316,67 @@ def test_the_ngram_drafter_proposes_what_followed_before() -> None:
     assert CONFIGS
     with pytest.raises(UsageFault, match="max_drafts 0"):
         NgramDrafter(0)
+
+
+class Wild:
+    """A drafter that answers with something else once, for its `at`-th proposal."""
+
+    max_drafts = 5
+
+    def __init__(self, answer: Any, at: int) -> None:
+        self._answer, self._left = answer, at
+
+    def bind(self, views: Mapping[FieldRef, Tensor]) -> None:
+        """No state."""
+
+    def propose(self, tokens: NDArray[np.int64], slots: Mapping[str, int]) -> Any:
+        """Nothing, or the answer."""
+        del slots
+        self._left -= 1
+        if self._left:
+            return tokens[-2:]
+        return self._answer() if callable(self._answer) else self._answer
+
+
+def drafter_raises() -> Any:
+    """Fail."""
+    raise RuntimeError("drafter")
+
+
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize("answer", [drafter_raises, [-1], [1.5], [VOCAB + 3], None, "ab", [4] * 99])
+def test_a_drafter_that_misbehaves_costs_no_request(answer: Any, at: int) -> None:
+    """Whatever it answers for one request, every request gets the tokens it gets without, and is told."""
+    case, asked = tiny("qwen3"), prompts(3)
+    with engine(case, pages=41) as parts:
+        plain = run(parts, asked, 8, Sampling())
+    with engine(case, pages=41, drafter=Wild(answer, at)) as parts:
+        drafted = run(parts, asked, 8, Sampling())
+    assert [result.tokens for result in drafted] == [result.tokens for result in plain]
+    told = [result.drafter_fault for result in drafted if result.drafter_fault]
+    assert len(told) == (0 if answer == [4] * 99 else 1)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_closing_while_a_shared_prompt_runs_ends_every_branch(*, cache: bool) -> None:
+    """Each of the three has a result, and nothing is open."""
+    case, limits = tiny("qwen3"), EngineLimits(max_chunk_tokens=PAGE)
+    with assemble(
+        case.kv, case.layers, hf_model=case.model, pages=41, prefix_cache=cache, limits=limits
+    ) as parts:
+        ids = parts.engine.submit_parallel(prompts(1, 120)[0], 20, 3, stop_token_ids=[])
+        while not parts.engine.gauges()["active"]:
+            parts.engine.step()
+        parts.engine.close()
+        assert parts.engine.idle
+        results = parts.engine.take_results()
+        assert {results[number].finish for number in ids} == {Finish.CANCELLED}
+        assert parts.pool.held == 0
+
+
+@pytest.mark.parametrize("wrong", [{"seed": 2**64}, {"seed": -1}, {"temperature": 1e-320}])
+def test_sampling_that_cannot_run_is_refused_when_it_is_made(wrong: dict[str, Any]) -> None:
+    """Not on the engine's thread, where it would cost a request."""
+    with pytest.raises(UsageFault, match=next(iter(wrong))):
+        Sampling(**wrong)
+    assert Sampling(seed=2**63 - 1).branch(1).seed == 0
