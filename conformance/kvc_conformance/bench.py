@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -11,10 +11,13 @@ from typing import Any, Final
 from kvc_conformance.driver import Child
 from kvc_conformance.outcomes import Evidence
 from kvcontract.contract.finding import Finding
+from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
 from kvcontract.core.shrink import shrink
 
 REFERENCE_TIMEOUT_S: Final = 240.0
+PAGE_LIMIT_BYTES: Final = 64 << 20
+"""A page of which every byte can be told about."""
 
 
 class Failed(Exception):
@@ -133,8 +136,8 @@ class Bench:
                 return self.declared
             self._small, findings = parse(self.small_child.call("declare.declare").body)
             if self._small is None or findings:
-                told = "; ".join(item.line() for item in findings) or "nothing"
-                raise Failed(f"for a small model of the same kind the plugin declares: {told}")
+                saw = f"for a small model of the same kind: {told(findings) or 'no declaration'}"
+                raise Failed(saw, fault="plugin")
         return self._small
 
     @property
@@ -173,6 +176,39 @@ class Bench:
             threads = 1 if self.given_checkpoint is None else None
             child = self._children[name] = Child(job, threads=threads)
         return child
+
+
+def small_enough(model: KvModel) -> KvModel:
+    """The same declaration, if the suite can hold a few of its pages.
+
+    Raises:
+        CouldNotRun: a page is too large.
+    """
+    size = sum(space.stride_bytes for space in layout(model).spaces)
+    if size > PAGE_LIMIT_BYTES:
+        raise CouldNotRun(
+            f"needs pages of at most {PAGE_LIMIT_BYTES:,} B; one of {model.page_tokens} tokens has {size:,} B"
+            " (a config, given or from kvc_samples, lets the suite take a small model of the kind)"
+        )
+    return model
+
+
+def first_few(faults: Sequence[str], limit: int = 3) -> str:
+    """The first faults in full, and how many more there are."""
+    more = [f"and {len(faults) - limit} more"] if len(faults) > limit else []
+    return "\n".join([*faults[:limit], *more])
+
+
+def told(findings: Sequence[Finding]) -> str:
+    """Findings in words; those that say the same of other places are told once."""
+    alike: dict[tuple[str, str, str], list[Finding]] = {}
+    for item in findings:
+        alike.setdefault((repr(item.value), str(item.message), str(item.allowed)), []).append(item)
+    lines = []
+    for (value, message, allowed), items in alike.items():
+        more = f" (the same of {len(items) - 1} more, to {items[-1].path})" if len(items) > 1 else ""
+        lines.append(f"{items[0].path} = {value}: {message}; allowed: {allowed}{more}")
+    return first_few(lines)
 
 
 def parse(body: Mapping[str, Any]) -> tuple[KvModel | None, tuple[Finding, ...]]:

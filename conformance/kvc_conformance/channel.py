@@ -6,6 +6,7 @@ No pickle: what comes from a process that has imported a plugin is data only.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-_LENGTHS: Final = struct.Struct("<II")
+_LENGTHS: Final = struct.Struct("<8sII")
+_MAGIC: Final = b"kvc-msg\0"
+_HEAD_LIMIT_BYTES: Final = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,10 @@ class ChannelClosed(EOFError):
     """The other side is gone."""
 
 
+class ChannelGarbled(ValueError):
+    """What came is no message: someone else wrote to the socket."""
+
+
 class Channel:
     """One end of the socket."""
 
@@ -46,7 +53,7 @@ class Channel:
         heads = [(name, array.dtype.str, list(array.shape)) for name, array in message.arrays.items()]
         head = json.dumps({"body": message.body, "arrays": heads}).encode()
         blobs = [np.ascontiguousarray(array).tobytes() for array in message.arrays.values()]
-        self._sock.sendall(_LENGTHS.pack(len(head), len(blobs)) + head)
+        self._sock.sendall(_LENGTHS.pack(_MAGIC, len(head), len(blobs)) + head)
         for blob in blobs:
             self._sock.sendall(struct.pack("<Q", len(blob)))
             self._sock.sendall(blob)
@@ -56,18 +63,27 @@ class Channel:
 
         Raises:
             ChannelClosed: the other side is gone.
+            ChannelGarbled: what came is no message.
             TimeoutError: nothing came in time.
         """
         self._sock.settimeout(timeout_s)
-        size, count = _LENGTHS.unpack(self._exactly(_LENGTHS.size))
-        head = json.loads(self._exactly(size))
+        magic, size, count = _LENGTHS.unpack(self._exactly(_LENGTHS.size))
+        if magic != _MAGIC or size > _HEAD_LIMIT_BYTES:
+            raise ChannelGarbled(f"{bytes(magic)!r} begins no message")
+        try:
+            head = json.loads(self._exactly(size))
+            body, heads = dict(head["body"]), [(str(n), np.dtype(d), tuple(s)) for n, d, s in head["arrays"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ChannelGarbled(f"the head of a message is not readable: {error}") from error
         arrays: dict[str, NDArray[Any]] = {}
-        for name, dtype, shape in head["arrays"]:
+        for name, dtype, shape in heads:
             (length,) = struct.unpack("<Q", self._exactly(8))
-            arrays[name] = np.frombuffer(self._exactly(length), np.dtype(dtype)).reshape(shape)
+            if length != dtype.itemsize * math.prod(shape):
+                raise ChannelGarbled(f"array {name!r} has {length} B, its shape {list(shape)} of {dtype}")
+            arrays[name] = np.frombuffer(self._exactly(length), dtype).reshape(shape)
         if count != len(arrays):
-            raise ChannelClosed("the other side sent a malformed message")
-        return Message(head["body"], arrays)
+            raise ChannelGarbled(f"{len(arrays)} arrays came of {count}")
+        return Message(body, arrays)
 
     def close(self) -> None:
         """Close this end."""

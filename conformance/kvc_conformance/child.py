@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import socket
 import sys
 import traceback
@@ -41,13 +43,16 @@ Probe = Callable[[Session, dict[str, Any], Mapping[str, Any]], Message]
 
 def serve(channel: Channel) -> None:
     """Answer until the parent is gone."""
-    session = Session()
+    session, own = Session(), os.getpid()
     while True:
         try:
             message = channel.receive()
         except ChannelClosed:
             return
-        channel.send(_answer(session, message))
+        answer = _answer(session, message)
+        if os.getpid() != own:
+            os._exit(1)  # the plugin forked: a second answer would be taken for that of the next question
+        channel.send(answer)
 
 
 def _answer(session: Session, message: Message) -> Message:
@@ -58,8 +63,10 @@ def _answer(session: Session, message: Message) -> Message:
             return Message({})
         family, _, name = probe.partition(".")
         function: Probe = getattr(importlib.import_module(PROBES[family]), name)
-        return function(session, arguments, message.arrays)
-    except Exception as error:  # noqa: BLE001 - the parent is told everything
+        answer = function(session, arguments, message.arrays)
+        json.dumps(answer.body)  # what a plugin returned may be no JSON
+        return answer  # noqa: TRY300 - or is it the exception below
+    except BaseException as error:  # noqa: BLE001 - the parent is told everything, SystemExit too
         return Message({"raised": describe(error, session.job)})
 
 
@@ -70,12 +77,19 @@ def describe(error: BaseException, job: Mapping[str, Any]) -> dict[str, Any]:
     own = [frame for frame in frames if any(frame.filename.startswith(home) for home in homes)]
     return {
         "kind": type(error).__name__,
-        "text": str(error),
+        "text": _words(error),
         "trace": "".join(traceback.format_exception(error)),
         "clause": getattr(error, "clause", None),
         "from_plugin": bool(own),
         "where": f"{own[-1].filename}:{own[-1].lineno}" if own else None,
     }
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as inner:  # noqa: BLE001 - a plugin's exception may not even have words
+        return f"(its __str__ raised {type(inner).__name__})"
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import IO, Any, Final
 
 from numpy.typing import NDArray
 
-from kvc_conformance.channel import Channel, ChannelClosed, Message
+from kvc_conformance.channel import Channel, ChannelClosed, ChannelGarbled, Message
 from kvcontract.contract.errors import KvContractError
 
 SCRUBBED: Final = ("PYTHON", "PYTEST", "KVC_", "HYPOTHESIS")
@@ -104,9 +104,14 @@ class Child:
         except TimeoutError as error:
             self._process.kill()
             raise ChildDied(f"{probe} did not answer within {timeout_s:g} s{self._tail()}") from error
-        except (ChannelClosed, BrokenPipeError) as error:
-            code = self._process.wait(10)
-            raise ChildDied(f"the process ended with code {code} during {probe}{self._tail()}") from error
+        except (ChannelClosed, ConnectionError) as error:
+            raise ChildDied(f"the process ended with {self._ended()} during {probe}{self._tail()}") from error
+        except ChannelGarbled as error:
+            self._process.kill()
+            raise ChildDied(
+                f"{probe} was answered with something that is no message ({error}): the plugin wrote to a"
+                f" socket that is not its own{self._tail()}"
+            ) from error
         if "raised" in answer.body:
             raise ProbeFailed(answer.body["raised"])
         return answer
@@ -126,8 +131,16 @@ class Child:
             self._process.wait()
         self._log.close()
 
+    def _ended(self) -> str:
+        """How the process ended; one that only closed its socket is ended."""
+        try:
+            return f"code {self._process.wait(10)}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return "its socket closed"
+
     def _tail(self) -> str:
-        self._process.wait(10)
+        self._process.wait()
         self._log.seek(0)
         text = self._log.read().decode(errors="replace").strip()
         return f"; its last words:\n{text[-LOG_TAIL:]}" if text else ""

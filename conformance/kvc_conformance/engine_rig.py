@@ -38,9 +38,14 @@ class Job:
     after: int = 0
     seed: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """Of its whole life."""
+        return self.prompt_tokens + self.new_tokens
+
     def pages(self, page_tokens: int) -> int:
         """Pages of its whole life."""
-        return -(-(self.prompt_tokens + self.new_tokens) // page_tokens)
+        return -(-self.tokens // page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class Rig:
         Raises:
             Failed: one of them came to another end than its full length.
         """
-        longest = max(job.prompt_tokens + job.new_tokens for job in jobs)
+        longest = max(job.tokens for job in jobs)
         if longest > self._longest:
             raise CouldNotRun(f"needs a context of {longest} tokens; the executor takes {self._longest}")
         prompts = [self._prompt(job) for job in jobs]
@@ -115,6 +120,10 @@ class Rig:
             for number in range(len(steps))
         ]
         return Batches(runs, batches, images)
+
+    def takes(self, tokens: int) -> bool:
+        """Whether a request of so many tokens fits the model's context."""
+        return tokens <= self._longest
 
     def flush(self) -> None:
         """Wait until every save has landed."""

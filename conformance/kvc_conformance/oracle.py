@@ -3,12 +3,17 @@
 Every element of every field gets a serial number.  Bytes are written out in memory order by walking the
 declaration, never by multiplying strides.  Where an element is too narrow for its number, several passes
 carry one digit each, so that a wrong byte *decodes to where it came from*.
+
+A digit is not written as it is but spread over all bits by an odd factor, and every pass runs once more with
+all bits inverted: each bit of each element is 0 once and 1 once, so that one who loses a sign, or the last
+bit, is found out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +28,20 @@ PADDING = -1
 """Serial number of a byte that belongs to no element."""
 
 FieldName = tuple[str, str]
+
+ODD: Final = 0x9E3779B97F4A7C15
+"""The factor that spreads a digit: odd, so that it can be undone at every width."""
+
+NAN_BITS: Final = {
+    "float64": (0x7FF << 52, (1 << 52) - 1),
+    "float32": (0xFF << 23, (1 << 23) - 1),
+    "float16": (0x1F << 10, (1 << 10) - 1),
+    "bfloat16": (0xFF << 7, (1 << 7) - 1),
+    "float8_e5m2": (0x1F << 2, 3),
+    "float8_e4m3fn": (0x7F, 0x7F),
+    "float8_e8m0fnu": (0xFF, 0xFF),
+}
+"""Per dtype: the bits that are all set in a NaN, and those of which one at least is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +90,32 @@ class Fill:
                 self._entries[arena.name, field.name] = entry
                 count += blocks * _count(shape)
         self.count = count
+        self._first = np.array([entry.first for entry in self._entries.values()])
+        self._bits = np.array([_code_bits(entry.field) for entry in self._entries.values()], np.uint64)
+
+    @property
+    def digits(self) -> int:
+        """Passes after which every element of every field has told its whole number."""
+        return -(-self.count.bit_length() // int(self._bits.min()))
 
     @property
     def passes(self) -> int:
-        """Passes after which every element of every field has told its whole number."""
-        narrowest = min(entry.width for entry in self._entries.values())
-        digits = 1
-        while 256 ** (narrowest * digits) < self.count:
-            digits += 1
-        return digits
+        """The same, and each once more with all bits inverted."""
+        return 2 * self.digits
+
+    def codes(self, serials: Serials, number: int) -> NDArray[np.uint64]:
+        """uint64[...]: what the elements of these numbers hold in pass `number`."""
+        inverted, digit = divmod(number, self.digits)
+        bits = self._bits[np.searchsorted(self._first, serials, side="right") - 1]
+        mask = ~np.uint64(0) >> (np.uint64(64) - bits)
+        shift = np.minimum(bits * np.uint64(digit), np.uint64(63))  # numbers are far below 2**63
+        code = ((serials.astype(np.uint64) >> shift & mask) * np.uint64(ODD)) & mask
+        found: NDArray[np.uint64] = code ^ mask if inverted else code
+        return found
+
+    def image(self, name: FieldName, serials: Serials, number: int) -> Image:
+        """uint8[..., width]: elements of a field as they lie in memory, little endian."""
+        return _little_endian(self.codes(serials, number), self.width(name))
 
     def serials(self, name: FieldName) -> Serials:
         """int64[blocks, *axes]: the numbers of one field, `token` where the field has it."""
@@ -97,21 +133,37 @@ class Fill:
 
     def where(self, serial: int) -> Located | None:
         """Whose number it is; None if nobody's."""
-        for entry in self._entries.values():
-            each = _count(entry.shape)
-            if entry.first <= serial < entry.first + self.blocks * each:
-                block, rest = divmod(serial - entry.first, each)
-                spot = np.unravel_index(rest, entry.shape)
-                at = {axis: int(index) for axis, index in zip(entry.axes, spot, strict=True)}
-                return Located(entry.arena.name, entry.field.name, entry.arena.layer, block, at)
-        return None
+        entry = self.entry(serial)
+        if entry is None:
+            return None
+        block, rest = divmod(serial - entry.first, _count(entry.shape))
+        spot = np.unravel_index(rest, entry.shape)
+        at = {axis: int(index) for axis, index in zip(entry.axes, spot, strict=True)}
+        return Located(entry.arena.name, entry.field.name, entry.arena.layer, block, at)
+
+    def entry(self, serial: int) -> _Entry | None:
+        """The field whose number it is; None if nobody's."""
+        if not 0 < serial < self.count:
+            return None
+        return list(self._entries.values())[int(np.searchsorted(self._first, serial, side="right")) - 1]
+
+    def decode(self, codes: list[int], bits: int) -> int:
+        """The number that codes of all passes tell; 0, nobody's, where they contradict one another."""
+        mask = (1 << bits) - 1
+        undo = pow(ODD, -1, 1 << bits)
+        plain, inverted = codes[: self.digits], codes[self.digits :]
+        if any(one ^ other != mask for one, other in zip(plain, inverted, strict=True)):
+            return 0
+        return sum(((code * undo) & mask) << (bits * digit) for digit, code in enumerate(plain))
 
 
-def digits(serials: Serials, width: int, number: int) -> Image:
-    """uint8[..., width]: digit `number` of each serial, in elements of `width` bytes, little endian."""
-    shift = 8 * width * number
-    digit = serials.astype(np.uint64) >> np.uint64(shift) if shift < 64 else np.zeros_like(serials, np.uint64)  # noqa: PLR2004
-    parts = [(digit >> np.uint64(8 * byte)) & np.uint64(255) for byte in range(width)]
+def _code_bits(field: Field) -> int:
+    """Bits that a number may be spread over: all of an element's, but a bool is 0 or 1."""
+    return 1 if field.dtype == "bool" else max(8, DTYPE_BITS[field.dtype])
+
+
+def _little_endian(codes: NDArray[np.uint64], width: int) -> Image:
+    parts = [(codes >> np.uint64(8 * byte)) & np.uint64(255) for byte in range(width)]
     return np.stack(parts, axis=-1).astype(np.uint8)
 
 
@@ -129,13 +181,12 @@ class Map:
     byte: Image
     width: Image
 
-    def expected(self, number: int) -> Image:
+    def expected(self, fill: Fill, number: int) -> Image:
         """uint8[bytes] of pass `number`; padding is 0 here and nobody's business."""
         out = np.zeros(len(self.serial), np.uint8)
-        for width in np.unique(self.width):
-            mine = (self.width == width) & (self.serial != PADDING)
-            coded = digits(self.serial[mine], int(width), number)
-            out[mine] = np.take_along_axis(coded, self.byte[mine][:, None].astype(np.intp), axis=1)[:, 0]
+        mine = self.content
+        shift = self.byte[mine].astype(np.uint64) * np.uint64(8)
+        out[mine] = (fill.codes(self.serial[mine], number) >> shift & np.uint64(255)).astype(np.uint8)
         return out
 
     @property
@@ -258,13 +309,14 @@ def _count(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape))
 
 
-def compare(found: list[Image], where: Map, fill: Fill) -> str | None:
+def compare(found: list[Image], where: Map, fill: Fill, *, nan_is_nan: bool = False) -> str | None:
     """Compare memory with what must lie there, over all passes.
 
     Args:
         found: per pass, uint8[bytes].
         where: which element each byte belongs to.
         fill: whose numbers they are.
+        nan_is_nan: a NaN may come back as another NaN: what computes with values need not keep its payload.
 
     Returns:
         None if every content byte is right, else the first difference, decoded, and how many there are.
@@ -273,20 +325,55 @@ def compare(found: list[Image], where: Map, fill: Fill) -> str | None:
     for number, image in enumerate(found):
         if len(image) != len(where.serial):
             return f"{len(image):,} B were found where {len(where.serial):,} B belong"
-        wrong |= (image != where.expected(number)) & where.content
+        expected = where.expected(fill, number)
+        differs = (image != expected) & where.content
+        if nan_is_nan and differs.any():
+            differs = _but_nan(differs, image, expected, where, fill)
+        wrong |= differs
     if not wrong.any():
         return None
     first = int(np.flatnonzero(wrong)[0])
-    expected = fill.where(int(where.serial[first]))
-    seen = fill.where(_decode(found, first - int(where.byte[first]), int(where.width[first])))
     elements = len(np.unique(where.serial[wrong]))
-    what = f"found the value of {seen}" if seen is not None else "found a value that belongs nowhere"
-    return f"{what}\nwhere {expected} belongs ({elements:,} element(s) of the page are wrong)"
+    return f"{_told(found, first, where, fill)} ({elements:,} element(s) of the page are wrong)"
 
 
-def _decode(found: list[Image], start: int, width: int) -> int:
-    serial = 0
-    for number, image in enumerate(found):
-        digit = int.from_bytes(image[start : start + width].tobytes(), "little")
-        serial |= digit << (8 * width * number)
-    return serial
+def _but_nan(
+    differs: NDArray[np.bool_], image: Image, expected: Image, where: Map, fill: Fill
+) -> NDArray[np.bool_]:
+    """What differs, without the elements that were NaN and still are."""
+    bytes_at = np.flatnonzero(differs)
+    starts = np.unique(bytes_at - where.byte[bytes_at])
+    left = differs.copy()
+    for start in starts.tolist():
+        entry, width = fill.entry(int(where.serial[start])), int(where.width[start])
+        nan = NAN_BITS.get(entry.field.dtype) if entry is not None else None
+        if nan is not None and all(_is_nan(_number(data, start, width), nan) for data in (image, expected)):
+            left[start : start + width] = False
+    return left
+
+
+def _is_nan(code: int, nan: tuple[int, int]) -> bool:
+    return code & nan[0] == nan[0] and code & nan[1] != 0
+
+
+def _number(image: Image, start: int, width: int) -> int:
+    return int.from_bytes(image[start : start + width].tobytes(), "little")
+
+
+def _told(found: list[Image], first: int, where: Map, fill: Fill) -> str:
+    """What lies where the first difference is, and what belongs there."""
+    serial, width = int(where.serial[first]), int(where.width[first])
+    start = first - int(where.byte[first])
+    entry = fill.entry(serial)
+    bits = 8 * width if entry is None else _code_bits(entry.field)
+    codes = [_number(image, start, width) for image in found]
+    seen, belongs = fill.where(fill.decode(codes, bits)), fill.where(serial)
+    if seen is not None:
+        return f"found the value of {seen}\nwhere {belongs} belongs"
+    wanted = [int(fill.codes(np.array([serial]), number)[0]) for number in range(len(found))]
+    kept = sum(code == want for code, want in zip(codes, wanted, strict=True))
+    what = "found a value that belongs nowhere"
+    if kept:
+        got, want = next((code, want) for code, want in zip(codes, wanted, strict=True) if code != want)
+        what = f"found a value that belongs nowhere: 0x{want:0{2 * width}x} became 0x{got:0{2 * width}x}"
+    return f"{what}\nwhere {belongs} belongs"

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvc_conformance.bench import Bench, Failed
+from kvc_conformance.bench import Bench, Failed, small_enough
 from kvc_conformance.channel import Message
 from kvc_conformance.content import POISON, Content, trimmed
 from kvcontract.contract.model import KvModel
@@ -49,7 +49,7 @@ class Hit:
 
 def model_for(bench: Bench, page_tokens: int, limit_bytes: int = SMALL_ROW_BYTES) -> KvModel:
     """The declaration that stores are made of: small, where there is a small one."""
-    return trimmed(bench.small, page_tokens, limit_bytes)
+    return small_enough(trimmed(bench.small, page_tokens, limit_bytes))
 
 
 def prompt(seed: int, *path: int, length: int) -> list[int]:

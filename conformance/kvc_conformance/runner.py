@@ -5,20 +5,29 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable, parse
+from kvc_conformance.checkpoints import refuse_broken_weights
 from kvc_conformance.checks import CHECKS
 from kvc_conformance.driver import ChildDied, ProbeFailed
-from kvc_conformance.outcomes import HOLDS, Evidence, Fault, Outcome, Result, Verdict, fold, judge
+from kvc_conformance.outcomes import BROKEN, HOLDS, Evidence, Fault, Outcome, Result, Verdict, fold, judge
 from kvcontract.contract.clauses import CLAUSES, Level, clause
-from kvcontract.contract.errors import InternalFault, UsageFault
+from kvcontract.contract.errors import EnvironmentFault, InternalFault, UsageFault
 from kvcontract.core.identity import load_config
 
 NOT_LOADED: Final = 4
+BROKEN_PLUGIN: Final = "KVC-DECL-01"
+BAD_RETURN: Final = "KVC-DECL-04"
+LOAD_FAULTS: Final = frozenset({"PluginLoadError", "PluginNotFound", "DuplicatePlugin"})
+PLUGIN_FAULTS: Final = LOAD_FAULTS | {"PluginFault", "HookQuit", "NotConformant"}
+NO_MEMORY: Final = ("MemoryError", "OutOfMemoryError")
+NO_MEMORY_WORDS: Final = ("can't allocate memory", "not enough memory", "Unable to allocate")
+STEP_REFUSED: Final = "step refused: "
 TRACE_LINES: Final = 12
 
 
@@ -79,7 +88,7 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
 
     Args:
         request: what and how.
-        progress: told of each result as it comes.
+        progress: told of each failure as it comes, and of a clause's other results once it is through.
 
     Raises:
         UsageFault: the request cannot be read: no such file, unknown clause; all faults are named.
@@ -97,8 +106,8 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
             bench.close()
     _inventory(runner.plan, results)
     verdict = judge(request.name, results, request.level)
-    if failure is not None:
-        sentence = f"{request.name}: could not be loaded: {failure.text}"
+    if failure is not None and not failure.loaded:
+        sentence = f"{request.name}: could not be loaded: {failure.evidence.saw}"
         verdict = Verdict("not conformant", None, sentence, NOT_LOADED)
     elif request.only and verdict.exit_code == 0:
         sentence = f"{request.name}: every selected clause holds; a selection certifies nothing"
@@ -121,6 +130,7 @@ def _refuse(request: Request) -> None:
         load_config(request.config)
     if request.checkpoint is not None:
         load_config(request.checkpoint)
+        refuse_broken_weights(request.checkpoint)
 
 
 def _job(request: Request) -> dict[str, Any]:
@@ -139,20 +149,52 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path.resolve())
 
 
-def _load(bench: Bench) -> ProbeFailed | None:
-    """Have the plugin declare; what keeps it from being loaded is returned."""
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why there is nothing to certify: what the plugin did before it had declared."""
+
+    clause: str
+    evidence: Evidence
+    loaded: bool
+
+
+def _load(bench: Bench) -> _Refusal | None:
+    """Have the plugin imported and declare; what keeps it from that is returned.
+
+    Raises:
+        UsageFault: what was asked for cannot be read.
+    """
+    loaded = False
     try:
+        bench.plugin.call("declare.load")
+        loaded = True
         answer = bench.plugin.call("declare.declare").body
+    except ChildDied as error:
+        when = "a hook ran" if loaded else "it was imported"
+        return _Refusal(BROKEN_PLUGIN, Evidence(f"while {when}, {error}", fault="plugin"), loaded)
     except ProbeFailed as error:
-        if error.kind in {"PluginLoadError", "PluginNotFound", "DuplicatePlugin"}:
-            return error
-        raise
+        return _refusal(error, loaded=loaded)
     bench.model, bench.findings = parse(answer)
     bench.runs = bool(answer["runs"])
     bench.samples = tuple(answer["samples"])
     if answer["config"] is not None:
         bench.samples = (dict(answer["config"]), *bench.samples)
     return None
+
+
+def _refusal(error: ProbeFailed, *, loaded: bool) -> _Refusal:
+    if not error.from_plugin and error.kind == "UsageFault":
+        raise UsageFault(error.text) from error
+    if not error.from_plugin and error.kind in {"EnvironmentFault", "MissingExtra"}:
+        raise EnvironmentFault(error.text) from error
+    trace = tuple(error.trace.strip().splitlines()[-TRACE_LINES:])
+    text, broken = error.text, error.clause
+    if loaded and broken is None and not error.from_plugin and error.kind not in PLUGIN_FAULTS:
+        text, broken = f"what a hook returned cannot be used: {error.kind}: {error.text}", BAD_RETURN
+    elif broken is None and error.kind not in LOAD_FAULTS:
+        text = f"{'a hook' if loaded else 'import'} raised {error.kind}: {error.text}"
+    evidence = Evidence(text, error.where, trace, "plugin")
+    return _Refusal(broken or BROKEN_PLUGIN, evidence, loaded)
 
 
 class _Runner:
@@ -169,22 +211,24 @@ class _Runner:
         for item in CLAUSES:
             if item.level > self._request.level:
                 continue
+            before = len(self._results)
             for check in (check for check in CHECKS if check.clause == item.id):
                 self._run(check, selected=item.id in chosen)
+            self._tell_of(self._results[before:])
         return self._results
 
-    def refused(self, failure: ProbeFailed) -> list[Result]:
-        """The results of a plugin that could not be loaded: one failure, everything else blocked."""
-        broken = failure.clause or "KVC-DECL-01"
+    def refused(self, failure: _Refusal) -> list[Result]:
+        """The results of a plugin that never came to declare: one failure, everything else blocked."""
+        broken = failure.clause
         for item in CLAUSES:
             if item.level > self._request.level:
                 continue
             self.plan.append((item.id, ""))
             if item.id == broken:
-                evidence = Evidence(failure.text, failure.where, fault="plugin")
-                self._add(Result(item.id, "", Outcome.FAIL, evidence))
+                self._add(Result(item.id, "", Outcome.FAIL, failure.evidence))
             else:
                 self._add(Result(item.id, "", Outcome.BLOCKED, because=(broken,)))
+            self._tell_of(self._results[-1:])
         return self._results
 
     def _chosen(self) -> set[str]:
@@ -236,17 +280,52 @@ class _Runner:
         except NotApplicable as reason:
             outcome, evidence = Outcome.NOT_APPLICABLE, Evidence(str(reason))
         except ProbeFailed as error:
-            fault: Fault = "plugin" if error.from_plugin else "runtime"
-            outcome = Outcome.FAIL if error.clause == clause_id else Outcome.ERROR
-            trace = tuple(error.trace.strip().splitlines()[-TRACE_LINES:])
-            evidence = Evidence(f"{error.kind}: {error.text}", error.where, trace, fault)
+            outcome, evidence = _raised(error, clause_id)
         except ChildDied as error:
             outcome, evidence = Outcome.ERROR, Evidence(str(error), fault="plugin")
+        except (MemoryError, OverflowError) as error:
+            outcome, evidence = Outcome.COULD_NOT_RUN, Evidence(_no_memory(str(error)))
+        except Exception as error:  # noqa: BLE001 - the report is never lost, whatever the suite did wrong
+            trace = tuple("".join(traceback.format_exception(error)).strip().splitlines()[-TRACE_LINES:])
+            saw = f"the suite itself raised {type(error).__name__}: {error}"
+            outcome, evidence = Outcome.ERROR, Evidence(saw, trace=trace, fault="suite")
         return Result(clause_id, case, outcome, evidence, (), time.monotonic() - began)
 
     def _add(self, result: Result) -> None:
         self._results.append(result)
-        self._tell(result)
+        if result.outcome in BROKEN:
+            self._tell(result)
+
+    def _tell_of(self, results: list[Result]) -> None:
+        """What was not told at once, folded: a line for each outcome of a clause."""
+        for outcome in dict.fromkeys(result.outcome for result in results if result.outcome not in BROKEN):
+            same = [result for result in results if result.outcome is outcome]
+            case = same[0].case if len(same) == 1 else f"{len(same)} cases"
+            seconds = sum(result.seconds for result in same)
+            self._tell(replace(same[0], case=case, seconds=seconds))
+
+
+def _raised(error: ProbeFailed, clause_id: str) -> tuple[Outcome, Evidence]:
+    """What an exception in the child comes to."""
+    if error.kind in NO_MEMORY or any(words in error.text for words in NO_MEMORY_WORDS):
+        return Outcome.COULD_NOT_RUN, Evidence(_no_memory(error.text))
+    trace = tuple(error.trace.strip().splitlines()[-TRACE_LINES:])
+    if error.from_plugin and error.text.startswith(STEP_REFUSED):
+        saw = (
+            "the plugin's executor handed on a step that is not the one it was given:"
+            f" {error.text.removeprefix(STEP_REFUSED)}"
+        )
+        return Outcome.FAIL, Evidence(saw, error.where, trace, "plugin")
+    plugin = error.from_plugin or error.kind in PLUGIN_FAULTS
+    outcome = Outcome.FAIL if error.clause == clause_id else Outcome.ERROR
+    fault: Fault = "plugin" if plugin else "runtime"
+    return outcome, Evidence(f"{error.kind}: {error.text}", error.where, trace, fault)
+
+
+def _no_memory(said: str) -> str:
+    return (
+        f"needs more memory than this machine has ({said or 'no more is said'}); look at the sizes declared"
+    )
 
 
 def _inventory(plan: list[tuple[str, str]], results: list[Result]) -> None:

@@ -31,7 +31,7 @@ def command(opened: Launch, *, json: JsonFlag = False) -> int:
         view.findings(opened.plugin.name, opened.findings)
     else:
         view.console().print(
-            f"{opened.plugin.name}: declared soundly; {figures['arenas']} arenas, "
+            f"{opened.plugin.name}: declared soundly; {view.count(figures['arenas'], 'arena')}, "
             f"{view.bytes_text(figures['page_bytes'])} a page of {figures['page_tokens']} tokens, "
             f"{view.bytes_text(figures['bytes_per_token'])} a token at tp {figures['tp']}; "
             f"fingerprint {figures['fingerprint']}"

@@ -28,7 +28,9 @@ def command(
     tb: Annotated[bool, typer.Option("--tb", help="Show the end of tracebacks.")] = False,
     json: JsonFlag = False,
 ) -> int:
-    """Certify a plugin: the declaration, its bytes, and the model running over them.
+    """Certify a plugin.
+
+    Judges the declaration, its bytes, and the model running over them.
 
     Examples: kvc conformance qwen3 · kvc conformance qwen3 --checkpoint DIR --page-tokens 64 ·
     kvc conformance mine --plugin mine.py --level L1

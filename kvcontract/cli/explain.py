@@ -49,5 +49,6 @@ def _print(item: Clause) -> None:
     out.print(f"  try:      {item.fix}")
     out.print(f"  level:    {item.level}, {LEVELS[item.level]}")
     out.print(f"  kept by:  the {item.who}")
-    out.print(f"  rests on: behaviours {', '.join(item.rests_on) or 'none'}")
+    behaviours = f"behaviours {', '.join(item.rests_on)}" if item.rests_on else "none"
+    out.print(f"  rests on: {behaviours}")
     out.print(f"  requires: {', '.join(item.requires) or 'nothing'}")

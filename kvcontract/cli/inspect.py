@@ -15,7 +15,9 @@ from kvcontract.core.launch import Launch
 
 @with_model
 def command(opened: Launch, *, json: JsonFlag = False) -> int:
-    """Show bytes per token, page and worker, arena by arena, and what a stored record holds.
+    """Show a declaration's bytes, arena by arena.
+
+    Per token, page and worker; and what a stored record holds.
 
     Example: kvc inspect qwen3 --config config.json --tp 2
     """
@@ -39,15 +41,22 @@ def command(opened: Launch, *, json: JsonFlag = False) -> int:
         ("fingerprint", figures["fingerprint"]),
     ]
     view.table(f"{model.name}: geometry", ("what", "value"), summary)
-    arenas = [[*map(str, row.values())] for row in _folded(_arenas(model, tp))]
+    arenas = [[_cell(value) for value in row.values()] for row in _folded(_arenas(model, tp))]
     view.table(
         "arenas of one page-first block",
         ("arena", "group", "field", "dtype", "shape", "offset", "bytes"),
         arenas,
     )
-    records = [[row["part"], row["groups"], row["payload_bytes"], row["segments"]] for row in _records(model)]
+    records = [[_cell(value) for value in row.values()] for row in _records(model)]
     view.table("stored records (one shard)", ("part", "groups", "payload bytes", "segments"), records)
     return 0
+
+
+def _cell(value: Any) -> str:
+    """How a table shows a value: counts with thousands separators, shapes as ``[token 16, head 8]``."""
+    if isinstance(value, dict):
+        return f"[{', '.join(f'{axis} {size:,}' for axis, size in value.items())}]"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _arenas(model: KvModel, tp: int) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -11,35 +12,48 @@ from typing import Final
 import typer
 
 from kvcontract.cli import view
-from kvcontract.contract.errors import KvContractError
+from kvcontract.contract.errors import InternalFault, KvContractError
 
-COMMANDS: Final[dict[str, str]] = {
-    "models": "kvcontract.cli.models",
-    "check": "kvcontract.cli.check",
-    "inspect": "kvcontract.cli.inspect",
-    "conformance": "kvcontract.cli.conformance",
-    "explain": "kvcontract.cli.explain",
-    "help": "kvcontract.cli.exit_codes",
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "models": ("kvcontract.cli.models", "List the installed model plugins."),
+    "check": ("kvcontract.cli.check", "Check a declaration statically; all findings at once."),
+    "inspect": ("kvcontract.cli.inspect", "Show a declaration's bytes, arena by arena."),
+    "conformance": ("kvcontract.cli.conformance", "Certify a plugin."),
+    "explain": ("kvcontract.cli.explain", "Explain one clause of the contract, or list them all."),
+    "help": ("kvcontract.cli.exit_codes", "Explain a topic; so far: exit-codes."),
 }
+"""Each command's module and the first line of its help, so that ``kvc --help`` imports no command."""
 
-app = typer.Typer(
-    name="kvc",
-    help="Declare a model's KV cache once; check it, inspect it, certify it.",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+_COMPLETING: Final = "_KVC_COMPLETE"  # set by the shell's completion, which asks for any command's options
 
 
-def _register() -> None:
-    for name, home in COMMANDS.items():
-        module = importlib.import_module(home)
-        app.command(name)(module.command)
+def _app(arguments: list[str]) -> typer.Typer:
+    """The program; of its commands only those that the arguments name are imported."""
+    app = typer.Typer(
+        name="kvc",
+        help="Declare a model's KV cache once; check it, inspect it, certify it.",
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for name, (home, line) in COMMANDS.items():
+        if name in arguments or _COMPLETING in os.environ:
+            app.command(name)(importlib.import_module(home).command)
+        else:
+            app.command(name, help=line)(_named_only)
+    return app
+
+
+def _named_only() -> None:
+    """Stands for a command in the list of commands."""
+    raise InternalFault("a command was called that the arguments do not name")
 
 
 def run() -> None:
     """Entry point: run, and turn every fault into one clear message and its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a plugin's text may be what no encoding has
     sys.exit(main(sys.argv[1:]))
 
 
@@ -49,11 +63,12 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit code (`kvc help exit-codes` lists them).
     """
-    if not app.registered_commands:
-        _register()
+    if not arguments and _COMPLETING not in os.environ:
+        main(["--help"])
+        return 2
     as_json = "--json" in arguments
     try:
-        code = app(arguments, standalone_mode=False)
+        code = _app(arguments)(arguments, standalone_mode=False)
     except typer.Abort:
         code = 130
     except KeyboardInterrupt:

@@ -23,7 +23,10 @@ def command(
     ] = False,
     json: JsonFlag = False,
 ) -> int:
-    """List the installed model plugins; from package metadata, so nothing is imported unless asked."""
+    """List the installed model plugins.
+
+    From package metadata alone: nothing is imported unless --load asks for it.
+    """
     rows = [_row(item, load=load, tb=tb) for item in plugins.installed()]
     if json:
         view.emit_json({"schema": "kvc.models/1", "models": rows})
@@ -33,7 +36,9 @@ def command(
         )
     else:
         columns = list(rows[0])
-        view.table(f"{len(rows)} model plugin(s)", columns, [[row[name] for name in columns] for row in rows])
+        view.table(
+            view.count(len(rows), "model plugin"), columns, [[row[name] for name in columns] for row in rows]
+        )
     return 4 if any(row.get("status", "loads") != "loads" for row in rows) else 0
 
 

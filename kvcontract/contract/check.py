@@ -19,6 +19,7 @@ from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.layout import layout, tp_faults
 from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Group, KvModel
+from kvcontract.contract.revalidate import shown
 from kvcontract.contract.wire import parts
 
 
@@ -38,6 +39,9 @@ def finding_document(found: Finding) -> dict[str, Any]:
     rule = clause(found.clause)
     return {**found.as_json(), "rule": rule.rule, "fix": rule.fix, "who": rule.who}
 
+
+MAX_PAGE_BYTES: Final = 2**40
+"""Bytes of a page, or record, above which a declaration is refused: offsets must fit 64 bits with room."""
 
 ClauseCheck = Callable[[KvModel, int], Iterator[Found]]
 _CHECKS: Final[dict[str, ClauseCheck]] = {}
@@ -87,15 +91,19 @@ def shape_findings(error: ValidationError, where: str | None) -> tuple[Finding, 
         Finding(
             "KVC-DECL-04",
             f"{error.title}.{'.'.join(str(part) for part in item['loc'])}".rstrip("."),
-            item["input"]
-            if isinstance(item["input"], str | int | float | None)
-            else repr(item["input"])[:80],
+            _input(error, item),
             item["type"],
             item["msg"],
             where,
         )
         for item in error.errors(include_url=False)
     )
+
+
+def _input(error: ValidationError, item: Any) -> Any:
+    if error.title == "Scope":
+        return "hidden"  # D4: a salt is a secret
+    return None if item["type"] == "missing" else shown(item["input"])
 
 
 def _fields(arenas: tuple[Arena, ...], root: str = "arenas") -> Iterator[tuple[str, Arena, Field]]:
@@ -125,8 +133,34 @@ def _repeated(names: list[str]) -> list[int]:
     return [i for i, name in enumerate(names) if counts[name] > 1 and names.index(name) != i]
 
 
+def _all_names(model: KvModel) -> Iterator[tuple[str, str, bool, Declared]]:
+    """Every name that is declared: path, name, whether it is half of an ``arena/field`` key, and owner."""
+    yield "name", model.name, False, model
+    yield "numerics", model.numerics, False, model
+    for i, group in enumerate(model.groups):
+        yield f"groups[{i}].name", group.name, False, group
+    for path, arena in _all_arenas(model):
+        yield f"{path}.name", arena.name, True, arena
+    for path, _, item in _all_fields(model):
+        yield f"{path}.name", item.name, True, item
+        for axis in item.axes:
+            yield f"{path}.axes", axis, False, item
+
+
+def _spelling(model: KvModel) -> Iterator[Found]:
+    for path, name, keyed, owner in _all_names(model):
+        if not name or not name.isprintable():
+            message = "a name is not empty and has printable characters only"
+            yield Found(path, name, "printable text", message, owner)
+        elif keyed and "/" in name:
+            message = "a conversion's tensors are keyed arena/field, so neither name has a '/'"
+            yield Found(path, name, "a name without '/'", message, owner)
+
+
 @_checks("KVC-DECL-06")
 def _names(model: KvModel, _tp: int) -> Iterator[Found]:
+    unspeakable = list(_spelling(model))
+    yield from unspeakable
     groups = [group.name for group in model.groups]
     arenas = [arena.name for arena in model.arenas]
     for i in _repeated(groups):
@@ -153,7 +187,7 @@ def _names(model: KvModel, _tp: int) -> Iterator[Found]:
                 f"{path}.scale", item.scale, ", ".join(names) or "no other field", "no such field", item
             )
     ids: dict[int, str] = {}
-    for part in parts(model) if not _repeated(groups) else ():
+    for part in () if unspeakable or _repeated(groups) else parts(model):
         if part.id in ids:
             message = f"its part number {part.id} collides with that of {ids[part.id]!r}; rename one"
             yield Found("groups", part.name, "names with distinct part numbers", message, model)
@@ -250,6 +284,24 @@ def _dtypes(model: KvModel, _tp: int) -> Iterator[Found]:
             step = 8 // bits
             message = f"{list(item.axes)[-1]} of {bits}-bit elements does not fill whole bytes"
             yield Found(f"{path}.axes", item.axes, f"a last axis that is a multiple of {step}", message, item)
+    yield from _sizes_served(model)
+
+
+def _sizes_served(model: KvModel) -> Iterator[Found]:
+    allowed = f"at most {MAX_PAGE_BYTES:,} B"
+    for path, arena in _all_arenas(model):
+        for name in ("stride_multiple_bytes", "align_bytes"):
+            if getattr(arena, name) > MAX_PAGE_BYTES:
+                yield Found(
+                    f"{path}.{name}", f"over {MAX_PAGE_BYTES:,}", allowed, "no memory is so wide", arena
+                )
+    tokens = max(model.page_tokens, model.record_tokens)
+    bits = sum(
+        math.prod(item.axes.values()) * DTYPE_BITS.get(item.dtype, 0) for _, _, item in _all_fields(model)
+    )
+    if tokens * bits // 8 > MAX_PAGE_BYTES:
+        value = f"over {MAX_PAGE_BYTES:,} B"  # the number itself may be too long to print
+        yield Found("arenas", value, allowed, "a page or record of all arenas is beyond any memory", model)
 
 
 @_checks("KVC-LAYOUT-02")

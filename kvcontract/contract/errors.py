@@ -8,7 +8,8 @@
     ├── PluginFault                a plugin is missing, broken or ambiguous (exit 4)
     │   ├── PluginNotFound
     │   ├── PluginLoadError
-    │   └── DuplicatePlugin
+    │   ├── DuplicatePlugin
+    │   └── HookQuit
     ├── EnvironmentFault           this machine lacks something (exit 3)
     │   └── MissingExtra           an optional dependency; the message says what to install
     └── InternalFault              we are wrong; please report it (exit 5)
@@ -80,6 +81,10 @@ class PluginLoadError(PluginFault):
         self.clause = clause
         self.cause = cause
         super().__init__(f"plugin {name!r}: {message}")
+
+
+class HookQuit(PluginFault):
+    """A hook tried to end the process (``SystemExit`` and the like), which is the host's to decide."""
 
 
 class EnvironmentFault(KvContractError):

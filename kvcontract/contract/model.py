@@ -85,8 +85,6 @@ class Axes(Mapping[str, int]):
 
 
 def _to_axes(value: object) -> Axes:
-    if isinstance(value, Axes):
-        return value
     items = value.items() if isinstance(value, Mapping) else value
     if not isinstance(items, Iterable):
         raise ValueError(f"axes are an ordered mapping of name to size, not {value!r}")  # noqa: TRY004 - pydantic's
@@ -350,6 +348,8 @@ class Scope(Declared):
     lora: str | None = None
     lora_revision: str | None = None
     salt: Annotated[str | None, Constraint(repr=False)] = None
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # D4: the salt may be what was refused
 
 
 class KvModel(Declared):

@@ -53,15 +53,35 @@ _OPTION_NAMES: Final = frozenset(LaunchOptions.model_fields)
 
 
 class MissingFacts(KvContractError):
-    """The config lacks keys that the plugin needs (KVC-DECL-11)."""
+    """The config lacks keys that the plugin needs, or has there what cannot be (KVC-DECL-11).
+
+    Attributes:
+        keys: keys that are absent or null.
+        wrong: keys whose values cannot be, with these values.
+        allowed: what may be there.
+    """
 
     exit_code = 1
 
-    def __init__(self, keys: tuple[str, ...], present: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        keys: tuple[str, ...],
+        present: tuple[str, ...],
+        *,
+        wrong: Mapping[str, Any] | None = None,
+        allowed: str = "a value in config.json",
+    ) -> None:
         self.keys = keys
-        near = {key: difflib.get_close_matches(key, present, n=1) for key in keys}
-        named = [f"{key} (is it {near[key][0]}?)" if near[key] else key for key in keys]
-        super().__init__(f"config.json lacks {', '.join(named)}")
+        self.wrong = dict(wrong or {})
+        self.allowed = allowed
+        absent = [key for key in keys if key not in present]
+        null = [key for key in keys if key in present]
+        near = {key: difflib.get_close_matches(key, present, n=1) for key in absent}
+        named = [f"{key} (is it {near[key][0]}?)" if near[key] else key for key in absent]
+        texts = [f"lacks {', '.join(named)}"] if absent else []
+        texts += [f"has null for {', '.join(null)}"] if null else []
+        texts += [f"has {key} = {value!r}, which is not {allowed}" for key, value in self.wrong.items()]
+        super().__init__(f"config.json {'; '.join(texts)}")
 
 
 class Config(Mapping[str, Any]):
@@ -99,6 +119,19 @@ class Config(Mapping[str, Any]):
             raise MissingFacts(missing, tuple(self._values))
         return tuple(self._values[key] for key in keys)
 
+    def counts(self, *keys: str) -> tuple[int, ...]:
+        """The values of several keys that count something: positive integers.
+
+        Raises:
+            MissingFacts: naming every key that is absent, null or no positive integer.
+        """
+        missing = tuple(key for key in keys if self._values.get(key) is None)
+        found = {key: self._values[key] for key in keys if key not in missing}
+        wrong = {key: value for key, value in found.items() if type(value) is not int or value < 1}
+        if missing or wrong:
+            raise MissingFacts(missing, tuple(self._values), wrong=wrong, allowed="a positive integer")
+        return tuple(found[key] for key in keys)
+
     @property
     def dtype(self) -> str:
         """Element type the checkpoint was released in (``dtype``, formerly ``torch_dtype``)."""
@@ -109,7 +142,14 @@ class Config(Mapping[str, Any]):
 
 
 class Refused(KvContractError):
-    """A plugin refuses an option's value: raised by `Context.refuse`."""
+    """A plugin refuses the value of an option, or of a key of the config: made by `Context.refuse`.
+
+    Attributes:
+        option: the option's name, or ``config.KEY``.
+        value: what it is.
+        allowed: what it may be.
+        reason: what is wrong, without what is allowed.
+    """
 
     exit_code = 1
 
@@ -117,7 +157,8 @@ class Refused(KvContractError):
         self.option = option
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{option}={value!r} is refused: {why}; allowed: {allowed}")
+        self.reason = f"{option} = {value!r} is refused: {why}"
+        super().__init__(f"{self.reason}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +188,16 @@ class Context:
     contract: int = CONTRACT_REVISION
 
     def refuse(self, option: str, *, allowed: str, why: str) -> Refused:
-        """An error to raise for an option's value that the model cannot honour."""
+        """An error to raise for a value that the model cannot honour.
+
+        Args:
+            option: name of a core option or of one of the plugin's own, or ``config.KEY``.
+            allowed: what may be there.
+            why: the reason, in words.
+        """
+        if option.startswith("config."):
+            key = option.removeprefix("config.")
+            return Refused(option, None if self.config is None else self.config.get(key), allowed, why)
         value = getattr(self.options, option, None)
         if value is None and self.plugin_options is not None:
             value = getattr(self.plugin_options, option, None)
@@ -195,6 +245,19 @@ class OptionFault:
     name: str
     value: Any
     message: str
+    allowed: str = "an option that exists; see --help"
+
+
+_BOUNDS: Final = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_KINDS: Final = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "text"}
+
+
+def _allowed(refusal: Any) -> str:
+    """What an option may be, from how pydantic refused it."""
+    context = refusal.get("ctx", {})
+    bounds = [f"{words} {context[name]}" for name, words in _BOUNDS.items() if name in context]
+    kind = _KINDS.get(refusal["type"].split("_")[0], "see --help")
+    return " and ".join(bounds) or str(context.get("expected", kind))
 
 
 def parse_options(
@@ -222,6 +285,6 @@ def parse_options(
     except ValidationError as error:
         for item in error.errors():
             name = ".".join(str(part) for part in item["loc"]) or "options"
-            faults.append(OptionFault(name, item["input"], item["msg"]))
+            faults.append(OptionFault(name, item["input"], item["msg"], _allowed(item)))
         parsed = model()
     return parsed, faults

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import pluggy
 from pydantic import BaseModel, ValidationError
@@ -25,6 +27,7 @@ from kvcontract.contract import hooks
 from kvcontract.contract.check import check_model, shape_findings
 from kvcontract.contract.errors import (
     DuplicatePlugin,
+    HookQuit,
     KvContractError,
     NotConformant,
     PluginFault,
@@ -34,9 +37,11 @@ from kvcontract.contract.errors import (
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.model import CONTRACT_REVISION, KvModel
 from kvcontract.contract.options import Context, LaunchOptions, MissingFacts, Refused, parse_options
+from kvcontract.contract.revalidate import revalidate, shown
 
 MISSPELT: Final = "KVC-DECL-02"
 BROKEN: Final = "KVC-DECL-01"
+SHAPE: Final = "KVC-DECL-04"
 OTHER_REVISION: Final = "KVC-DECL-03"
 
 
@@ -94,21 +99,69 @@ class Plugin:
 
         Raises:
             PluginFault: the plugin does not bring it.
+            HookQuit: it tried to end the process.
         """
         implementations = getattr(self._manager.hook, hook).get_hookimpls()
         if not implementations:
             raise PluginFault(f"plugin {self.name!r} brings no {hook}")
-        return implementations[-1].function(*([ctx] if implementations[-1].argnames else []))
+        try:
+            with redirect_stdout(sys.stderr):  # stdout is data, and ours alone
+                return implementations[-1].function(*([ctx] if implementations[-1].argnames else []))
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise HookQuit(f"{type(error).__name__}: {_text(error)}") from error
 
     def options(self, ctx: Context) -> type[BaseModel] | None:
-        """The model of the plugin's own options, if it has any."""
-        return (
-            cast("type[BaseModel]", self.call("kvc_options", ctx)) if self.implements("kvc_options") else None
-        )
+        """The model of the plugin's own options, if it has any.
+
+        Raises:
+            PluginLoadError: the hook raised, or returned something else (KVC-DECL-01, KVC-DECL-04).
+        """
+        table = self._called("kvc_options", ctx)
+        if table is None:
+            return None
+        if not (isinstance(table, type) and issubclass(table, BaseModel)):
+            message = f"kvc_options returns a pydantic model class, not {shown(table)!r}"
+            raise PluginLoadError(self.name, message, clause=SHAPE)
+        required = [name for name, info in table.model_fields.items() if info.is_required()]
+        if required:
+            message = f"options have defaults, but {', '.join(required)} of kvc_options has none"
+            raise PluginLoadError(self.name, message, clause=SHAPE)
+        return table
 
     def samples(self, ctx: Context) -> tuple[dict[str, Any], ...]:
-        """Configs that the suite may build small checkpoints from."""
-        return tuple(self.call("kvc_samples", ctx)) if self.implements("kvc_samples") else ()
+        """Configs that the suite may build small checkpoints from.
+
+        Raises:
+            PluginLoadError: the hook raised, or returned something else (KVC-DECL-01, KVC-DECL-04).
+        """
+        samples = self._called("kvc_samples", ctx)
+        if samples is None and not self.implements("kvc_samples"):
+            return ()
+        try:
+            if isinstance(samples, tuple | list) and all(isinstance(item, dict) for item in samples):
+                json.dumps(samples, allow_nan=False)
+                return tuple(samples)
+            found = shown(samples)
+        except (TypeError, ValueError, RecursionError) as error:
+            found = _text(error)
+        message = f"kvc_samples returns a tuple of parsed config.json objects, not {found!r}"
+        raise PluginLoadError(self.name, message, clause=SHAPE)
+
+    def _called(self, hook: str, ctx: Context) -> Any:
+        """What an optional hook returns; None if there is none."""
+        if not self.implements(hook):
+            return None
+        try:
+            return self.call(hook, ctx)
+        except HookQuit as error:
+            raise PluginLoadError(self.name, f"{hook} raised {error}", clause=BROKEN, cause=error) from error
+        except KvContractError:
+            raise
+        except Exception as error:
+            text = f"{hook} raised {type(error).__name__}: {_text(error)}"
+            raise PluginLoadError(self.name, text, clause=BROKEN, cause=error) from error
 
     def context(
         self, ctx: Context, core: Mapping[str, Any], own: Mapping[str, Any]
@@ -129,7 +182,7 @@ class Plugin:
         options, faults = parse_options(LaunchOptions, given, known=names)
         parsed, more = parse_options(table or _NoOptions, own, known=tuple(LaunchOptions.model_fields))
         findings = tuple(
-            Finding("KVC-DECL-10", f"options.{fault.name}", fault.value, "see --help", fault.message)
+            Finding("KVC-DECL-10", f"options.{fault.name}", fault.value, fault.allowed, fault.message)
             for fault in (*faults, *more)
         )
         filled = Context(
@@ -157,7 +210,12 @@ class Plugin:
             message = "the model bears another name than the plugin"
             found.append(Finding("KVC-DECL-06", "name", model.name, self.name, message, model.where))
         found += check_model(model, tp=ctx.options.tp)
-        return model, tuple(sorted(found, key=lambda item: item.clause))
+        unwritable = _unwritable(model)
+        if unwritable and not found:
+            found.append(
+                Finding(SHAPE, "kvc_model", unwritable, "text that UTF-8 has", "no JSON of it exists")
+            )
+        return None if unwritable else model, tuple(sorted(found, key=lambda item: item.clause))
 
     def model(self, ctx: Context) -> KvModel:
         """The declaration.
@@ -177,43 +235,74 @@ class Plugin:
             return None, shape_findings(error, self._author_line(error))
         except MissingFacts as error:
             where = self._author_line(error)
+            faults = {**dict.fromkeys(error.keys), **error.wrong}
             return None, tuple(
-                Finding("KVC-DECL-11", f"config.{key}", None, "a value in config.json", str(error), where)
-                for key in error.keys
+                Finding("KVC-DECL-11", f"config.{key}", shown(value), error.allowed, str(error), where)
+                for key, value in faults.items()
             )
         except Refused as error:
-            path = f"options.{error.option}"
-            clause = "KVC-DECL-07" if error.option == "page_tokens" else "KVC-DECL-10"
-            return None, (Finding(clause, path, error.value, error.allowed, str(error)),)
+            return None, (_refusal(error, self._author_line(error)),)
+        except HookQuit as error:
+            return None, (self._raised(str(error), error.__cause__ or error),)
         except KvContractError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a plugin raises is its finding
-            text = f"kvc_model raised {type(error).__name__}: {error}"
-            return None, (
-                Finding(
-                    BROKEN, "kvc_model", type(error).__name__, "a KvModel", text, self._author_line(error)
-                ),
-            )
+            return None, (self._raised(f"{type(error).__name__}: {_text(error)}", error),)
         if not isinstance(model, KvModel):
             message = "kvc_model returns one KvModel"
-            return None, (Finding("KVC-DECL-04", "kvc_model", type(model).__name__, "a KvModel", message),)
+            return None, (Finding(SHAPE, "kvc_model", type(model).__name__, "a KvModel", message),)
+        reshaped = revalidate(model)
+        if reshaped:
+            return None, reshaped
         if model.contract != CONTRACT_REVISION:
             message = f"this host serves contract {CONTRACT_REVISION}"
             served = str(CONTRACT_REVISION)
             return model, (Finding(OTHER_REVISION, "contract", model.contract, served, message, model.where),)
         return model, ()
 
+    def _raised(self, text: str, error: BaseException) -> Finding:
+        found = type(error).__name__
+        message = f"kvc_model raised {text}"
+        return Finding(BROKEN, "kvc_model", found, "a KvModel", message, self._author_line(error))
+
     def _purity(self, ctx: Context, model: KvModel) -> list[Finding]:
-        again = self.call("kvc_model", ctx)
-        if again == model:
-            return []
-        message = "a second call with the same context gave another declaration"
-        return [Finding("KVC-DECL-05", "kvc_model", "differs", "equal declarations", message, model.where)]
+        try:
+            again = self.call("kvc_model", ctx)
+            if again == model:
+                return []
+            value, message = "differs", "a second call with the same context gave another declaration"
+        except Exception as error:  # noqa: BLE001 - whatever a plugin raises is its finding
+            value, message = type(error).__name__, f"a second call raised {_text(error)}"
+        return [Finding("KVC-DECL-05", "kvc_model", value, "equal declarations", message, model.where)]
 
     def _author_line(self, error: BaseException) -> str | None:
         file = self.module.__file__
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else file
+
+
+def _refusal(error: Refused, where: str | None) -> Finding:
+    if error.option.startswith("config."):
+        return Finding("KVC-DECL-11", error.option, shown(error.value), error.allowed, error.reason, where)
+    clause = "KVC-DECL-07" if error.option == "page_tokens" else "KVC-DECL-10"
+    return Finding(clause, f"options.{error.option}", error.value, error.allowed, error.reason, where)
+
+
+def _text(error: BaseException) -> str:
+    """What an exception says, even if its author forbids it."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a plugin's own __str__
+        return "(its text cannot be read)"
+
+
+def _unwritable(model: KvModel) -> str | None:
+    """Why a declaration cannot be written as JSON, such as lone surrogates in its texts."""
+    try:
+        model.canonical_json()
+    except ValueError as error:
+        return _text(error)
+    return None
 
 
 class _NoOptions(BaseModel):
@@ -260,7 +349,8 @@ def load(name: str, *, file: Path | None = None) -> Plugin:
         dists = " and ".join(f"{item.dist} {item.version}" for item in map(_describe, entries))
         raise DuplicatePlugin(f"plugin {name!r} is announced by {dists}; uninstall one ({BROKEN})")
     try:
-        module = entries[0].load()
+        with redirect_stdout(sys.stderr):  # stdout is data, and ours alone
+            module = entries[0].load()
     except BaseException as error:
         raise _import_failure(name, error) from error
     if not isinstance(module, ModuleType):
@@ -279,7 +369,8 @@ def _load_file(name: str, file: Path) -> Plugin:
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module  # a Conversion names its callables by this module
     try:
-        spec.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[file.stem]
         raise _import_failure(name, error) from error
@@ -289,7 +380,9 @@ def _load_file(name: str, file: Path) -> Plugin:
 def _import_failure(name: str, error: BaseException) -> PluginLoadError:
     if isinstance(error, KeyboardInterrupt):
         raise error
-    return PluginLoadError(name, f"import raised {type(error).__name__}: {error}", clause=BROKEN, cause=error)
+    return PluginLoadError(
+        name, f"import raised {type(error).__name__}: {_text(error)}", clause=BROKEN, cause=error
+    )
 
 
 def _not_found(name: str) -> str:
@@ -302,7 +395,7 @@ def _not_found(name: str) -> str:
 
 def _refuse_other_revision(name: str, module: ModuleType) -> None:
     stated = getattr(module, "KVC_CONTRACT", None)
-    if stated == CONTRACT_REVISION:
+    if type(stated) is int and stated == CONTRACT_REVISION:
         return
     found = "states no KVC_CONTRACT" if stated is None else f"is written for contract {stated!r}"
     message = f"it {found}; this host serves contract {CONTRACT_REVISION}"

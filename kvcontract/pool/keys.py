@@ -240,12 +240,17 @@ def token_array(tokens: TokenIds) -> npt.NDArray[np.integer[Any]]:
     if isinstance(tokens, np.ndarray):
         _check_array(tokens)
         return tokens
+    if isinstance(tokens, str | bytes | bytearray | memoryview) or not isinstance(tokens, Sequence):
+        raise UsageFault(f"token ids are a flat integer sequence, not a {type(tokens).__name__}")
     try:
         made = np.frombuffer(array("q", tokens), np.int64)
     except OverflowError:
         _refuse_ids(enumerate(tokens))
     except TypeError as error:
         raise UsageFault(f"token ids are integers: {error}") from None
+    truths = [at for at in np.flatnonzero(made <= 1).tolist() if isinstance(tokens[at], bool)]
+    if truths:
+        raise UsageFault(f"token ids are integers, not booleans; found some at {truths[:_NAMED_FAULTS]}")
     _check_array(made)
     return made
 

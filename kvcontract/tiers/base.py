@@ -253,8 +253,9 @@ class Lease:
         try:
             release()
         finally:
+            records = int(np.sum(self.present))
             warnings.warn(
-                f"a lease of tier {self.tier!r} on {np.sum(self.present)} records was dropped unreleased",
+                f"a lease of tier {self.tier!r} on {records} records was dropped unreleased",
                 ResourceWarning,
                 source=self,
                 stacklevel=1,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcontract.cli.main import main
+from kvcontract.cli.main import COMMANDS, main
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -178,3 +181,98 @@ def test_names_in_brackets_print_as_they_are(capsys: pytest.CaptureFixture[str])
     """User text is never read as markup."""
     _, _, err = run(capsys, "check", "[red]")
     assert "[red]" in err
+
+
+def test_kvc_alone_prints_help_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """No command: the help, whole first lines of every command, exit 2; nothing reported as a fault."""
+    code, out, err = run(capsys)
+    assert code == 2
+    assert err == ""
+    assert "..." not in out.split("Commands:")[1]
+    for name, (home, line) in COMMANDS.items():
+        assert name in out
+        assert line in out
+        assert (importlib.import_module(home).command.__doc__ or "").splitlines()[0] == line
+
+
+def test_help_imports_no_command() -> None:
+    """`kvc --help` answers at once: neither pydantic nor rich nor a command's module is loaded."""
+    script = (
+        "import sys\nfrom kvcontract.cli.main import main\nmain(['--help'])\n"
+        "print({'pydantic', 'numpy', 'rich', 'kvcontract.cli.check'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_json_is_one_document_whatever_a_plugin_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Prints at import and in hooks do not reach stdout; exits are findings with exit 1."""
+    file = tmp_path / "talks.py"
+    hook = "from kvcontract import hookimpl\nKVC_CONTRACT = 1\nprint('hello')\n@hookimpl\n"
+    file.write_text(hook + "def kvc_model(ctx):\n    print('again')\n    raise SystemExit(0)\n")
+    code, found = run_json(capsys, "check", "talks", "--plugin", str(file))
+    assert (code, found["findings"][0]["clause"]) == (1, "KVC-DECL-01")
+    file.write_text(hook + "def kvc_model(ctx):\n    raise ValueError('\\ud800')\n")
+    assert run_json(capsys, "check", "talks", "--plugin", str(file))[0] == 1
+
+
+def test_i4_bounds_of_an_option_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--tp 0` is answered with what tp may be."""
+    [item] = check(capsys, "4b", "--tp", "0")[1]["findings"]
+    assert (item["clause"], item["path"], item["allowed"]) == ("KVC-DECL-10", "options.tp", "at least 1")
+
+
+def test_i4_a_config_of_another_dtype_names_the_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The config's own dtype is at fault, so its key is named, not an option nobody gave."""
+    config = json.loads((CONFIGS / "qwen3-4b.json").read_text())
+    for change, path in (
+        ({"torch_dtype": "float8_e4m3fn"}, "config.torch_dtype"),
+        ({"num_hidden_layers": "36"}, "config.num_hidden_layers"),
+        ({"head_dim": None}, "config.head_dim"),
+        ({"use_sliding_window": True}, "config.use_sliding_window"),
+    ):
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps({**config, **change}))
+        code, found = run_json(capsys, "check", "qwen3", "--config", str(file))
+        assert code == 1
+        [item] = found["findings"]
+        assert (item["clause"], item["path"]) == ("KVC-DECL-11", path)
+
+
+def test_equal_findings_are_told_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Eight arenas with one fault: three places, and how many more; --json has them all."""
+    file = tmp_path / "many.py"
+    file.write_text(
+        "from kvcontract import Arena, Field, Group, KvModel, hookimpl\nKVC_CONTRACT = 1\n"
+        "@hookimpl\ndef kvc_model(ctx):\n"
+        "    one = Field(name='k', dtype='odd', axes={'dim': 8})\n"
+        "    arenas = tuple(Arena.rows(name=f'l{i}', group='kv', fields=(one,)) for i in range(8))\n"
+        "    return KvModel(contract=1, name='many', weights=ctx.weights, numerics='n', page_tokens=16,\n"
+        "                   groups=(Group(name='kv'),), arenas=arenas)\n"
+    )
+    arguments = ("check", "many", "--plugin", str(file))
+    code, out, _ = run(capsys, *arguments)
+    assert code == 1
+    assert out.count("FAIL") == 1
+    assert "5 more (8 in all" in out
+    assert "many: 8 findings" in out
+    assert len(run_json(capsys, *arguments)[1]["findings"]) == 8
+    file.write_text(file.read_text().replace("range(8)", "range(1)").replace("odd", "int8"))
+    assert "1 arena," in run(capsys, *arguments)[1]
+
+
+def test_inspect_writes_shapes_and_counts_for_readers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shapes by axis, thousands separated."""
+    _, out, _ = run(capsys, "inspect", "qwen3", "--config", str(CONFIGS / "qwen3-4b.json"))
+    assert "[token 16, head 8, dim 128]" in out
+    assert "32,768" in out
+    assert "{" not in out
+
+
+def test_explain_says_none_of_behaviours(capsys: pytest.CaptureFixture[str]) -> None:
+    """A clause that rests on no behaviour says so plainly."""
+    assert "rests on: none" in run(capsys, "explain", "KVC-DECL-05")[1]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvc_conformance.checks.golden import CHECKS
+from kvc_conformance.checks.golden import CHECKS, contradictions
 from kvc_conformance.footprint import Batch, Footprint, Place, rows_of_bytes
 from kvc_conformance.golden import (
     Distance,
@@ -52,6 +52,31 @@ def changed(position: int, by: float = 1e-4, hit: int = 0) -> Logits:
     found = logits()[hit:].copy()
     found[position - hit :, 3] += by
     return found
+
+
+def test_prefix_01_a_map_that_contradicts_the_declaration_is_told() -> None:
+    """Other layers' arenas, and fields that two writers share; arenas of no layer may be anyone's."""
+    one = Field(name="k", dtype="float32", axes={"dim": 2})
+    arenas = tuple(
+        Arena.planes(name=name, group="kv", layer=layer, fields=(one,))
+        for name, layer in (("a", 0), ("b", 1), ("c", None))
+    )
+    model = KvModel(
+        contract=1,
+        name="toy",
+        weights=WeightIdentity(kind="unresolved"),
+        numerics="test",
+        page_tokens=4,
+        groups=(Group(name="kv"),),
+        arenas=arenas,
+    )
+    assert contradictions(model, [[0, "a", "k"], [1, "b", "k"], [2, "c", "k"]]) == []
+    assert contradictions(model, [[0, "b", "k"], [1, "a", "k"]])[0] == (
+        "layer 0 of the model writes into arena b, which declares layer 1"
+    )
+    shared = contradictions(model, [[0, "c", "k"], [1, "c", "k"]])
+    assert shared == ["layers 0 and 1 of the model both write into field k of c"]
+    assert "writes twice into field k" in contradictions(model, [[0, "a", "k"], [0, "a", "k"]])[0]
 
 
 # Gate a
@@ -357,8 +382,9 @@ def test_prefix_04_a_row_that_depends_on_old_memory_is_told() -> None:
 
 
 def test_every_golden_clause_has_a_check() -> None:
-    """The three gates and the footprint: five clauses."""
+    """The map, the three gates and the footprint: five clauses."""
     assert [check.clause for check in CHECKS] == [
+        "KVC-PREFIX-01",
         "KVC-PREFIX-01",
         "KVC-PREFIX-02",
         "KVC-PREFIX-03",

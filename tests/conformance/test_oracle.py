@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvc_conformance.oracle import PADDING, Fill, Map, compare, device_map, digits, wire_map
+from kvc_conformance.oracle import PADDING, Fill, Map, compare, device_map, wire_map
 from kvcontract import Arena, Field, Group, KvModel, WeightIdentity
 from kvcontract.contract.layout import ArenaLayout, layout
 from kvcontract.contract.model import Repack
@@ -152,26 +152,71 @@ def test_every_number_is_given_once_and_known(name: str) -> None:
         assert tuple(found.at.values()) == at[1:]
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_passes_carry_the_whole_number(width: int) -> None:
-    """The digits of all passes, put together, are the number."""
-    numbers = np.array([1, 255, 256, 70_000, 2**31], np.int64)
-    passes = -(-8 // width)
-    joined = np.concatenate([digits(numbers, width, number) for number in range(passes)], axis=-1)
-    assert joined.view("<i8").ravel().tolist() == numbers.tolist()
+@pytest.mark.parametrize("name", MODELS)
+def test_passes_carry_the_whole_number_and_every_bit_both_ways(name: str) -> None:
+    """KVC-REPACK-03: codes decode to their number; each bit of an element is 0 in one pass, 1 in another."""
+    fill = Fill(MODELS[name], BLOCKS)
+    for item in fill.fields():
+        numbers = fill.serials(item).ravel()
+        bits = 8 * fill.width(item)
+        codes = np.stack([fill.codes(numbers, number) for number in range(fill.passes)])
+        assert (np.bitwise_or.reduce(codes) == 2**bits - 1).all()
+        assert (np.bitwise_and.reduce(codes) == 0).all()
+        assert [fill.decode(held, bits) for held in codes.T.tolist()] == numbers.tolist()
+
+
+def test_bool_elements_hold_nothing_but_0_and_1() -> None:
+    """KVC-LAYOUT-06: other bytes are no bool, and torch may not keep them; the number still is told."""
+    fill = Fill(model_of(arena(0, field("k", "bool"))), BLOCKS)
+    (name,) = fill.fields()
+    numbers = fill.serials(name)
+    images = [fill.image(name, numbers, number) for number in range(fill.passes)]
+    assert set(np.unique(images).tolist()) == {0, 1}
+    held = np.concatenate(images, axis=-1).reshape(-1, fill.passes)
+    assert [fill.decode(codes, 1) for codes in held.tolist()] == numbers.ravel().tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2", "int16"])
+def test_a_lost_bit_is_found_at_every_width(dtype: str) -> None:
+    """KVC-REPACK-03: whichever bit is cleared or set, even where a NaN may be another NaN."""
+    fill = Fill(model_of(arena(0, field("k", dtype, None, dim=3)), page_tokens=2), 1)
+    where, (name,) = device_map(fill, 0), fill.fields()
+    images = [where.expected(fill, number) for number in range(fill.passes)]
+    for bit in range(8 * fill.width(name)):
+        mask = np.zeros(fill.width(name), np.uint8)
+        mask[bit // 8] = 1 << bit % 8
+        whole = np.tile(mask, len(where.serial) // len(mask))
+        for lossy in ([image & ~whole for image in images], [image | whole for image in images]):
+            assert "belongs nowhere: 0x" in str(compare(lossy, where, fill, nan_is_nan=True))
+
+
+def test_a_nan_may_come_back_as_another_only_where_that_is_said() -> None:
+    """KVC-REPACK-03: payloads of NaN are no values; a copy keeps them all the same."""
+    fill = Fill(model_of(arena(0, field("k", "bfloat16", None, dim=7)), page_tokens=96), 1)
+    where = device_map(fill, 0)
+    images = [where.expected(fill, number) for number in range(fill.passes)]
+    plain = [image.view("<u2") for image in images]
+    nan = [((held & 0x7F80) == 0x7F80) & ((held & 0x7F) != 0) for held in plain]
+    assert any(mask.any() for mask in nan)
+    canonical = [
+        np.where(mask, 0x7FC0, held).astype("<u2").view(np.uint8)
+        for held, mask in zip(plain, nan, strict=True)
+    ]
+    assert compare(canonical, where, fill, nan_is_nan=True) is None
+    assert compare(canonical, where, fill) is not None
 
 
 def test_a_wrong_byte_decodes_to_where_it_came_from() -> None:
     """A swap is told by both places; equal memory, and padding of any kind, by nothing."""
     fill = Fill(MODELS["aligned"], BLOCKS)
     where = device_map(fill, 2)
-    images = [where.expected(number) for number in range(fill.passes)]
+    images = [where.expected(fill, number) for number in range(fill.passes)]
     for image in images:
         image[~where.content] = 0xEE
     assert compare(images, where, fill) is None
     other = device_map(fill, 1)
     swapped = [
-        np.where(np.arange(len(image)) < 5, other.expected(number), image)
+        np.where(np.arange(len(image)) < 5, other.expected(fill, number), image)
         for number, image in enumerate(images)
     ]
     told = compare(swapped, where, fill)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvc_conformance import report as reports
-from kvc_conformance.outcomes import Outcome
+from kvc_conformance.outcomes import Outcome, Result
 from kvc_conformance.runner import Report, Request, run
 from kvcontract.cli.main import main
+from kvcontract.contract.errors import UsageFault
 
 GOOD = """
     from kvcontract import Arena, Conversion, Field, Group, KvModel, Repack, hookimpl
@@ -203,6 +204,139 @@ def test_a_plugin_that_kills_its_process_is_an_error_not_a_pass(tmp_path: Path) 
     report = certify(write(tmp_path, SWAP.replace("arena, field", "import os; os._exit(0); arena, field")))
     assert broken(report) == {"KVC-REPACK-04"}
     assert report.verdict.exit_code == 1
+
+
+HOOK = """
+    @hookimpl
+    def {name}(ctx):
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "clause", "said"),
+    [
+        ("kvc_samples", "return None", "KVC-DECL-04", "kvc_samples returns a tuple"),
+        ("kvc_samples", "return 'config.json'", "KVC-DECL-04", "config.json"),
+        ("kvc_samples", "return ({'a': {1, 2}},)", "KVC-DECL-04", "kvc_samples"),
+        ("kvc_samples", "raise ValueError('no such size')", "KVC-DECL-01", "no such size"),
+        ("kvc_samples", "import sys; sys.exit(0)", "KVC-DECL-01", "SystemExit"),
+        ("kvc_samples", "import os; os._exit(0)", "KVC-DECL-01", "ended with code 0"),
+        ("kvc_options", "raise KeyboardInterrupt", "KVC-DECL-01", "KeyboardInterrupt"),
+        ("kvc_options", "return 7", "KVC-DECL-04", "kvc_options"),
+    ],
+)
+def test_i1_a_hook_that_misbehaves_is_a_failure_with_a_report(
+    tmp_path: Path, name: str, body: str, clause: str, said: str
+) -> None:
+    """One clause fails by the plugin's fault, everything else is blocked, exit 1, and the report is whole."""
+    report = certify(write(tmp_path, HOOK.format(name=name, body=body)))
+    assert broken(report) == {clause}
+    assert said in text_of(report, clause)
+    assert report.verdict.exit_code == 1
+    others = {item.outcome for item in report.results if item.clause != clause}
+    assert others == {Outcome.BLOCKED}
+    assert {item.fault for item in report.results if item.outcome is Outcome.FAIL} == {"plugin"}
+
+
+@pytest.mark.parametrize("body", ["import os; os._exit(3)", "raise KeyboardInterrupt"])
+def test_i1_a_plugin_that_ends_its_process_at_import_is_exit_4(tmp_path: Path, body: str) -> None:
+    """Whatever ends the import, it was not loaded."""
+    report = certify(write(tmp_path, source=body))
+    assert (report.verdict.exit_code, broken(report)) == (4, {"KVC-DECL-01"})
+    assert "could not be loaded" in report.verdict.sentence
+
+
+def test_a_plugin_that_forks_is_answered_for_once(tmp_path: Path) -> None:
+    """The forked process does not answer in its parent's place."""
+    tail = """
+    @hookimpl
+    def kvc_samples(ctx):
+        import os
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+        return ()
+    """
+    assert certify(write(tmp_path, tail)).verdict.exit_code == 0
+
+
+def test_garbage_on_the_channel_is_the_plugins_error(tmp_path: Path) -> None:
+    """A conversion that writes to the suite's socket: an error of that clause, and the rest goes on."""
+    noise = "import os, sys; os.write(int(sys.argv[1]), b'x' * 4096); arena, field"
+    report = certify(write(tmp_path, SWAP.replace("arena, field", noise, 1)))
+    assert "KVC-REPACK-04" in broken(report)
+    errors = [item for item in report.results if item.outcome is Outcome.ERROR]
+    assert {item.fault for item in errors} == {"plugin"}
+    assert "no message" in errors[0].evidence.saw
+
+
+def test_a_conversion_that_seldom_differs_is_found(tmp_path: Path) -> None:
+    """KVC-REPACK-04: every 7th call is another."""
+    tail = """
+    CALLS = []
+
+    def pack(src, dst):
+        CALLS.append(1)
+        for name, values in src.items():
+            dst[name].copy_(values)
+            if len(CALLS) % 7 == 0:
+                dst[name].zero_()
+
+    def unpack(src, dst):
+        for name, values in src.items():
+            dst[name].copy_(values)
+
+    @hookimpl
+    def kvc_model(ctx):
+        names = Conversion(to_wire="mine:pack", from_wire="mine:unpack")
+        return declare(ctx, repack=Repack(arenas=arenas("kv"), conversion=names))
+    """
+    assert "KVC-REPACK-04" in broken(certify(write(tmp_path, tail)))
+
+
+def test_a_field_of_bools_is_certified(tmp_path: Path) -> None:
+    """KVC-LAYOUT-06, KVC-REPACK-03: bools hold 0 and 1, and nothing else is written into them."""
+    assert certify(write(tmp_path, source=GOOD.replace('"float16"', '"bool"', 1))).verdict.exit_code == 0
+
+
+def test_a_page_beyond_any_machine_could_not_run(tmp_path: Path) -> None:
+    """In words, with a whole report: not out of memory, and no traceback."""
+    report = certify(write(tmp_path, source=GOOD.replace('"dim": dim', '"dim": dim << 30')), level="L1")
+    assert not broken(report)
+    assert report.verdict.exit_code == 3
+    said = [item.evidence.saw for item in report.results if item.outcome is Outcome.COULD_NOT_RUN]
+    assert any("needs pages of at most" in text for text in said)
+
+
+def test_a_broken_checkpoint_is_the_requests_fault(tmp_path: Path) -> None:
+    """Missing shards and cut-off files are named before a plugin is looked at: exit 2."""
+    (tmp_path / "config.json").write_text("{}")
+    file = write(tmp_path)
+    with pytest.raises(UsageFault, match=r"missing: model\.safetensors"):
+        certify(file, checkpoint=tmp_path)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    whole = len(header).to_bytes(8, "little") + header + bytes(16)
+    for data, said in (
+        (whole[:4], "too few"),
+        (whole[:20], "its header should have"),
+        (whole[:-3], "cut off"),
+        (len(header).to_bytes(8, "little") + b"{" * len(header), "no safetensors header"),
+    ):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(UsageFault, match=said):
+            certify(file, checkpoint=tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    assert certify(file, checkpoint=tmp_path, level="L0").verdict.exit_code == 0
+
+
+def test_what_passes_is_told_folded(tmp_path: Path) -> None:
+    """Progress has one line for each outcome of a clause, and every failure by itself."""
+    told: list[Result] = []
+    report = run(Request("mine", write(tmp_path), level="L1"), progress=told.append)
+    assert len(told) < len(report.results)
+    assert len({(item.clause, item.outcome) for item in told}) == len(told)
+    assert next(item for item in told if item.clause == "KVC-LAYOUT-07").case == "8 cases"
 
 
 def test_nothing_in_the_environment_sways_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

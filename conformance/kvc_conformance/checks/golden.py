@@ -8,9 +8,9 @@ The parent chooses prompts and judges; one child runs the plugin's executor, ano
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
-from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable
+from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable, first_few
 from kvc_conformance.driver import ChildDied, ProbeFailed
 from kvc_conformance.engine_rig import TIMEOUT_S, Batches, Job, Rig, engine_rig
 from kvc_conformance.footprint import Batch, Footprint
@@ -39,6 +39,12 @@ FILLS: Final = (0xA5, 0x5A)
 TIER_BYTES: Final = 1 << 30
 HIT_PAGES: Final = 3
 MANY_SIZES: Final = 3
+LONG_TOKENS: Final = 305
+"""A prompt beyond many a window that was not declared, if the model's context is longer."""
+
+ALONE_NEW: Final = 4
+
+THE_MAP: Final = "the map"
 
 
 def _reference(bench: Bench, rig: Rig, runs: Sequence[Run]) -> list[Logits]:
@@ -67,6 +73,7 @@ def _original(bench: Bench, case: str) -> str:
     settings = {"max_batch_tokens": 2 * chunk + 3, "max_chunk_tokens": chunk, "max_requests": 5}
     with engine_rig(bench, f"original {case}", dtype, page, pages=pages, **settings) as rig:
         _must_be_exact(rig.model)
+        plan = [group for group in plan if group[0].tokens != LONG_TOKENS or rig.takes(LONG_TOKENS)]
         if kind == "mixed" and rig.max_requests == 1:
             raise NotApplicable("the executor takes one request a step")
         found = [rig.run(group, poison=NAN) for group in plan]
@@ -90,10 +97,50 @@ def _original(bench: Bench, case: str) -> str:
     return f"largest difference {worst:.2g} at {rows} positions; smallest top-1 margin {margin:.2g}"
 
 
+def _map(bench: Bench, _case: str) -> str:
+    """KVC-PREFIX-01: a map onto other layers computes the right logits, over state that bears wrong names.
+
+    Two fields of one layer that are exchanged cannot be told: nothing but the author knows which is which.
+    """
+    _ = bench.small, bench.checkpoint
+    answer = bench.small_plugin.call("engine.layer_map", timeout_s=TIMEOUT_S).body
+    if answer["layers"] is None:
+        raise NotApplicable("the plugin brings its own executor")
+    model = KvModel.model_validate_json(answer["model"])
+    faults = contradictions(model, answer["layers"])
+    if faults:
+        raise Failed(first_few(faults), where=answer["where"], fault="plugin")
+    return f"{len(answer['layers'])} layers, each in arenas of its own"
+
+
+def contradictions(model: KvModel, layers: Sequence[Sequence[Any]]) -> list[str]:
+    """What a map says otherwise than the declaration.
+
+    Args:
+        model: the declaration.
+        layers: layer, arena, field: where a layer of the model writes.
+    """
+    declared = {arena.name: arena.layer for arena in model.arenas}
+    users: dict[tuple[str, str], int] = {}
+    faults = []
+    for layer, arena, name in layers:
+        says = declared.get(arena)
+        if says is not None and says != layer:
+            faults.append(
+                f"layer {layer} of the model writes into arena {arena}, which declares layer {says}"
+            )
+        first = users.setdefault((arena, name), layer)
+        if first != layer:
+            faults.append(f"layers {first} and {layer} of the model both write into field {name} of {arena}")
+        elif sum((a, n) == (arena, name) for i, a, n in layers if i == layer) > 1:
+            faults.append(f"layer {layer} of the model writes twice into field {name} of arena {arena}")
+    return list(dict.fromkeys(faults))
+
+
 def _alone(page: int) -> list[list[Job]]:
-    """Prompts that end before, at and after a page's end, and one of several pages, one after another."""
-    lengths = dict.fromkeys([max(1, page - 1), page, page + 1, 3 * page + 5])
-    return [[Job(length, 4, seed=number)] for number, length in enumerate(lengths)]
+    """Prompts that end before, at and after a page's end, one of several pages, a long one; in turn."""
+    lengths = dict.fromkeys([max(1, page - 1), page, page + 1, 3 * page + 5, LONG_TOKENS - ALONE_NEW])
+    return [[Job(length, ALONE_NEW, seed=number)] for number, length in enumerate(lengths)]
 
 
 def _together(page: int) -> list[Job]:
@@ -256,7 +303,7 @@ def _bounds(bench: Bench, case: str) -> str:
     with engine_rig(
         bench, f"bounds {case}", dtype, page, max_chunk_tokens=page, prefix_cache=True, **cut
     ) as rig:
-        rig.run([Job(2 * page + 1, 1, seed=31)], poison=NAN)
+        rig.run([Job(2 * page, 1, seed=31)], poison=NAN)  # two full pages, even where one holds one token
         warm = rig.run([job]).runs[0]
         _runtime(wrong_hit(warm, DEVICE, 2 * page))
         expected = cold.logits[warm.hit_tokens :]
@@ -332,6 +379,7 @@ def _check(clause: str, run: Callable[[Bench, str], str], *kinds: str, dtypes: t
 
 
 CHECKS: Final[tuple[Check, ...]] = (
+    Check("KVC-PREFIX-01", _map, lambda _: (THE_MAP,)),
     _check("KVC-PREFIX-01", _original, "alone", "mixed", dtypes=("fp32",)),
     _check("KVC-PREFIX-02", _device_hit, dtypes=("fp32", "bf16")),
     _check("KVC-PREFIX-03", _bounds, "original", "other split", dtypes=("bf16",)),

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, parse
+from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, parse, told
 from kvcontract.contract.check import check_model
 from kvcontract.contract.clauses import CLAUSES
 from kvcontract.contract.finding import Finding
-
-MANY: Final = 3
-"""Findings of one clause that are told in full."""
 
 BEFORE_DECLARING: Final = frozenset(
     {"KVC-DECL-01", "KVC-DECL-02", "KVC-DECL-03", "KVC-DECL-10", "KVC-DECL-11"}
@@ -25,7 +22,7 @@ def _static(clause_id: str) -> Check:
         found = [item for item in bench.findings if item.clause == clause_id]
         found += _again(bench, clause_id, found)
         if found:
-            raise Failed(_told(found), where=found[0].where)
+            raise Failed(told(found), where=found[0].where)
         if clause_id not in BEFORE_DECLARING:
             _ = bench.declared
 
@@ -38,15 +35,6 @@ def _again(bench: Bench, clause_id: str, found: list[Finding]) -> list[Finding]:
         return []
     tp = int(bench.job["options"].get("tp") or 1)
     return [item for item in check_model(bench.model, tp=tp) if item.clause == clause_id]
-
-
-def _told(found: list[Finding]) -> str:
-    lines = [
-        f"{item.path} = {item.value!r}: {item.message}; allowed: {item.allowed}" for item in found[:MANY]
-    ]
-    if len(found) > MANY:
-        lines.append(f"and {len(found) - MANY} more")
-    return "\n".join(lines)
 
 
 def _same_for_every_tp(bench: Bench, _case: str) -> str:

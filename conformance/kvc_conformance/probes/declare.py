@@ -16,6 +16,12 @@ from kvcontract.contract import plugins
 from kvcontract.core.launch import Launch, Runtime, Source, launch
 
 
+def load(session: Session, arguments: dict[str, Any], arrays: Mapping[str, Any]) -> Message:
+    """Import the plugin, and no more.  Returns ``plugin``, the distribution it came from."""
+    del arguments, arrays
+    return Message({"plugin": _load(session).dist})
+
+
 def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, Any]) -> Message:
     """Load the plugin and call its factory; arguments may override ``options``."""
     del arrays
@@ -39,12 +45,18 @@ def open_launch(
     job = session.job
     source = Source(job["name"], _path(job["file"]), _path(job["config"]), _path(job["checkpoint"]))
     if "homes" not in job:
-        plugin = plugins.load(source.name, file=source.file)
-        file = Path(plugin.module.__file__ or "")
-        job["homes"] = [str(file if source.file else file.parent)]
+        _load(session)
     merged = {**job["options"], **(options or {})}
     runtime = Runtime(job["device"], dtype or job.get("dtype") or "float32")
     return launch(source, options=merged, plugin_options=job["plugin_options"], runtime=runtime)
+
+
+def _load(session: Session) -> plugins.Plugin:
+    job = session.job
+    plugin = plugins.load(job["name"], file=_path(job["file"]))
+    file = Path(plugin.module.__file__ or "")
+    job["homes"] = [str(file if job["file"] else file.parent)]
+    return plugin
 
 
 def _path(text: str | None) -> Path | None:

@@ -19,7 +19,16 @@ from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
 from kvc_conformance.probes.declare import open_launch
 from kvcontract.contract.errors import InternalFault, KvContractError, PluginFault
-from kvcontract.contract.executor import Executor, FieldRef, HfLayers, Limits, OwnsArenas, Step, StepOutput
+from kvcontract.contract.executor import (
+    Attention,
+    Executor,
+    FieldRef,
+    HfLayers,
+    Limits,
+    OwnsArenas,
+    Step,
+    StepOutput,
+)
 from kvcontract.core.lane import ThreadLane
 from kvcontract.core.launch import Launch
 from kvcontract.engine.build import Assembly, EngineLimits, assemble, bind_memory, generic_executor
@@ -155,6 +164,31 @@ def own_arenas(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
     except KvContractError as error:
         body["refused"] = str(error)
     return Message(body)
+
+
+def layer_map(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Where the plugin's map puts each layer.
+
+    Returns ``model`` (JSON), ``layers``, each layer, arena and field (null: the plugin has no map), and
+    ``where``, its line.
+    """
+    del arguments, arrays
+    opened = _open(session, "float32", None)
+    runner = opened.plugin.call("kvc_executor", opened.ctx)
+    body: dict[str, Any] = {"model": opened.model.canonical_json(), "layers": None, "where": None}
+    if not isinstance(runner, HfLayers):
+        return Message(body)
+    if not isinstance(runner.layers, Mapping) or not all(
+        isinstance(entry, Attention) for entry in runner.layers.values()
+    ):
+        raise PluginFault("HfLayers takes a mapping of layer number to Attention")
+    body["layers"] = [
+        [int(layer), *ref]
+        for layer, entry in runner.layers.items()
+        for ref in (entry.keys, entry.values, entry.index_keys)
+        if ref is not None
+    ]
+    return Message({**body, "where": _line(getattr(opened.plugin.module, "kvc_executor", None))})
 
 
 # The plugin

@@ -108,10 +108,11 @@ def importable(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
 
 
 def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
-    """Call a conversion by itself: twice to the wire and back, into memory with two kinds of poison.
+    """Call a conversion by itself: many times to the wire and back, into memory with two kinds of poison.
 
-    Arguments: ``page_tokens``.  Arrays: ``arena|field`` uint8[1, *axes, width].
-    Returns, as bytes of all fields, ``source``, ``source_after`` and ``wire_N``, ``back_N`` for N = 0, 1.
+    Arguments: ``page_tokens``, ``repeats``.  Arrays: ``arena|field`` uint8[1, *axes, width].
+    Returns, as bytes of all fields, ``source`` and ``source_after`` uint8[n], ``wire`` and ``back``
+    uint8[repeats, n].
     """
     model = declared(session, arguments["page_tokens"])
     repack = model.repack
@@ -121,15 +122,17 @@ def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
     device = _views(layout(model), arrays)
     wired = model.model_copy(update={"arenas": repack.arenas, "repack": None})
     source = _bytes(device)
-    found = {"source": source}
-    for number, poison in enumerate((0x00, 0xFF)):
+    wires, backs = [], []
+    for number in range(arguments["repeats"]):
+        poison = 0xFF if number % 2 else 0x00
         wire = _views(layout(wired), None, poison)
         to_wire(device, wire)
         back = _views(layout(model), None, poison)
         from_wire({name: view.clone() for name, view in wire.items()}, back)
-        found[f"wire_{number}"], found[f"back_{number}"] = _bytes(wire), _bytes(back)
-    found["source_after"] = _bytes(device)
-    return Message({"callables": True}, found)
+        wires.append(_bytes(wire))
+        backs.append(_bytes(back))
+    found = {"source": source, "source_after": _bytes(device), "wire": np.stack(wires)}
+    return Message({"callables": True}, {**found, "back": np.stack(backs)})
 
 
 def refusals(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:

@@ -41,7 +41,7 @@ SAMPLE: dict[str, Any] = {
 def kvc_model(ctx: Context) -> KvModel:
     """One group of full attention; K and V of a layer lie one after the other in its arena."""
     config = _config(ctx)
-    layers, heads, head_dim = config.facts("num_hidden_layers", "num_key_value_heads", "head_dim")
+    layers, heads, head_dim = config.counts("num_hidden_layers", "num_key_value_heads", "head_dim")
     dtype = _dtype(ctx, config)
 
     def plane(name: str) -> Field:
@@ -67,7 +67,7 @@ def kvc_model(ctx: Context) -> KvModel:
 @hookimpl
 def kvc_executor(ctx: Context) -> HfLayers:
     """The generic executor runs the family: each layer's K and V go to its arena."""
-    layers = _config(ctx)["num_hidden_layers"]
+    (layers,) = _config(ctx).counts("num_hidden_layers")
     return HfLayers(
         {i: Attention(keys=(_arena(i), "k"), values=(_arena(i), "v")) for i in range(layers)},
     )
@@ -87,10 +87,10 @@ def _arena(layer: int) -> str:
 def _config(ctx: Context) -> Config:
     config = ctx.config if ctx.config is not None else Config(SAMPLE)
     if config["model_type"] != "qwen3":
-        raise ctx.refuse("config", allowed="model_type qwen3", why=f"this is a {config['model_type']} config")
+        raise ctx.refuse("config.model_type", allowed="qwen3", why="this plugin declares one family only")
     if config.get("use_sliding_window"):
         why = "its sliding-window layers have another reach than full attention"
-        raise ctx.refuse("config", allowed="use_sliding_window false", why=why)
+        raise ctx.refuse("config.use_sliding_window", allowed="false", why=why)
     return config
 
 
@@ -101,5 +101,8 @@ def _dtype(ctx: Context, config: Config) -> str:
     dtype = ctx.options.kv_dtype or config.dtype
     if dtype not in DTYPES:
         why = "accuracy gates were run with unquantised caches only"
-        raise ctx.refuse("kv_dtype", allowed=", ".join(DTYPES), why=why)
+        source = "kv_dtype" if ctx.options.kv_dtype else "config.dtype"
+        if source == "config.dtype" and not config.get("dtype"):
+            source = "config.torch_dtype"  # the key's former name
+        raise ctx.refuse(source, allowed=", ".join(DTYPES), why=why)
     return dtype
