@@ -209,7 +209,7 @@ class Loads:
         search, pool, at = load.search, load.search.rank.pool, 0
         for stretch in load.stretches:
             if isinstance(stretch.pages, Guard):
-                search.regrow()  # it is in the chain now; the guard ends with the load
+                search.regrow(stretch.end)  # it is in the chain now; the guard ends with the load
                 if search.at < stretch.end:
                     break
                 continue

@@ -182,10 +182,10 @@ class Search:
         self.origin[held.hit_pages :] = 0
         self.hold = held
 
-    def regrow(self) -> None:
-        """Pages that arrived on the device meanwhile are not loaded (A17)."""
-        if self.rank.pool.probe(self.keys) > self.at:
-            grown = self.rank.pool.match(self.keys)
+    def regrow(self, end: int | None = None) -> None:
+        """Pages that arrived on the device meanwhile, up to `end`, are not loaded (A17)."""
+        if self.rank.pool.probe(self.keys[:end]) > self.at:
+            grown = self.rank.pool.match(self.keys[:end])
             if grown.hit_pages > self.at:
                 self.hold, grown = grown, self.hold
             grown.release()

@@ -226,6 +226,36 @@ def test_a17_what_is_resident_past_a_hole_stays_while_the_hole_is_filled(*, wait
         prefix.release()
 
 
+def test_a13_a17_pages_that_arrive_past_a_hole_meanwhile_are_held_once() -> None:
+    """A13, A17: while holes before and after resident pages are filled, another computes all of them."""
+    tokens = prompt(6)
+    with setup(pages=32, tiers=2) as s:
+        s.stored(tokens[: PAGE + 1])
+        s.tiers[1].codes["save"] = lambda codes: np.full(len(codes), Code.FAILED, np.uint8)
+        s.stored(tokens)
+        s.tiers[1].codes.clear()
+        s.tiers[1].holding.add("save")
+        s.store.retire(s.compute(tokens[: 4 * PAGE + 1], s.loop.run(s.resolve(tokens[: 4 * PAGE + 1]))))
+        s.evict()  # pages 1 to 3 live on their pins
+        s.tier.holding.add("load")
+
+        async def scenario() -> KvPrefix:
+            task = asyncio.ensure_future(s.resolve(tokens))
+            await rounds()
+            other = s.compute(tokens)
+            s.tier.open("load")
+            prefix = await task
+            other.release()
+            return prefix
+
+        prefix = s.loop.run(scenario())
+        s.check_content(tokens, prefix)
+        assert prefix.hit_tokens == 6 * PAGE
+        assert [records for verb, records in s.tier.asked if verb == "load"][-1] == 3
+        prefix.release()
+        s.tiers[1].open("save")
+
+
 # A18, A19, R6
 
 
