@@ -417,7 +417,7 @@ class KvStore:
             after=after,
             last=last,
             handoff=handoff,
-            scope_tag=self.keyer.scope_tag(req.scope),
+            scope_tag=self.keyer.scope_tag(req.scope) if self._core.options.events else "",
         )
 
     async def _flush(self, level: Level, deadline_s: float) -> bool:
