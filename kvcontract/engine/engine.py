@@ -400,7 +400,7 @@ class Engine:
             if self.store is None or finish is Finish.FAILED:
                 with item.kv:  # reverts a step that came to nothing, and releases
                     if finish is Finish.FAILED:
-                        item.kv.mark_reset(0)  # suspect bytes are nobody's prefix (B13)
+                        item.kv.mark_reset(0)  # suspect bytes are not kept for reuse (B13)
             else:
                 self.store.retire(item.kv)
         finally:

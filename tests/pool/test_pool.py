@@ -7,28 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from making import admitted, chain, reserved
 
 from kvcontract.contract.errors import InternalFault, UsageFault
-from kvcontract.pool import BlockPool, Entitlement, Hold, Never, Reservation
-
-
-def chain(count: int, seed: int = 1) -> np.ndarray:
-    """Keys of a chain of `count` pages."""
-    return np.random.default_rng(seed).integers(1, 2**63, (count, 2), np.uint64)
-
-
-def admitted(pool: BlockPool, pages: int, hold: Hold | None = None) -> Entitlement:
-    """A request that must be admitted."""
-    answer = pool.try_admit(pages, hold)
-    assert isinstance(answer, Entitlement)
-    return answer
-
-
-def reserved(pool: BlockPool, pages: int) -> Reservation:
-    """A reservation that must be granted."""
-    answer = pool.reserve(pages)
-    assert answer is not None
-    return answer
+from kvcontract.pool import BlockPool, Never
 
 
 def cache(pool: BlockPool, keys: np.ndarray) -> list[int]:
