@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.core.pending import Pending, wait_until
+from kvcontract.core.pending import Pending, all_of, wait_until
 from kvcontract.store.known import Known
 from kvcontract.store.rank import Rank
 
@@ -90,7 +90,7 @@ class Resetter:
 
     @property
     def gate(self) -> Pending[None] | None:
-        """Settles when the latest reset has ended; None if none is under way."""
+        """Settles when every reset that is under way has ended; None if none is."""
         return next(reversed(self._gates), None)
 
     def pages_came_back(self) -> None:
@@ -111,9 +111,10 @@ class Resetter:
         if unknown:
             raise UsageFault(f"there is no tier {', '.join(unknown)}")
         chosen = [known for known in self._known if names is None or known.tier.name in names]
-        gate: Pending[None] = Pending()
+        ended: Pending[None] = Pending()
         scope = asyncio.timeout_at(deadline)
-        self._gates[gate], self._scopes[scope] = None, None
+        self._shut_until(ended)
+        self._scopes[scope] = None
         try:
             async with scope, self._order:
                 self._before()
@@ -124,8 +125,14 @@ class Resetter:
         except TimeoutError:
             return ResetReport(done=False, waited_for=tuple(self._going_on()))
         finally:
-            del self._gates[gate], self._scopes[scope]
-            gate.settle(None)
+            del self._scopes[scope]
+            ended.settle(None)
+
+    def _shut_until(self, ended: Pending[None]) -> None:
+        """A gate for what comes later: open once this reset, and those before it, have ended."""
+        gate = all_of([ended, *self._gates]).map(lambda _: None)
+        self._gates[gate] = None
+        gate.on_done(lambda _: self._gates.pop(gate))
 
     def conclude(self) -> None:
         """End what is under way: it has not run."""

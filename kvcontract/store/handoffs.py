@@ -15,7 +15,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcontract.contract.errors import UsageFault
 from kvcontract.core.pending import Pending
+from kvcontract.pool.index import Keys
 from kvcontract.tiers.base import Code, Codes
 
 KEPT: Final = 4096
@@ -47,7 +49,19 @@ class HandoffReport:
 
 
 @dataclass(slots=True, eq=False)
-class _Handoff:
+class Handoff:
+    """One handoff, as far as it was sealed.
+
+    Attributes:
+        name: given by the caller.
+        keys: uint64[n, 2], of its pages.
+        codes: u8[n] by tier.
+        flying: bool[n] by tier, pages that are being saved.
+        open: its saves in flight.
+    """
+
+    name: str
+    keys: Keys
     codes: list[Codes]
     flying: list[NDArray[np.bool_]]
     open: dict[Pending[Any], None] = field(default_factory=dict)
@@ -63,47 +77,59 @@ class Handoffs:
     def __init__(self, tiers: int) -> None:
         self._tiers = tiers
         self._lock = threading.Lock()
-        self._kept: dict[str, _Handoff] = {}
+        self._kept: dict[str, Handoff] = {}
 
-    def begin(self, name: str, pages: int) -> list[NDArray[np.bool_]]:
-        """Which of the request's pages each tier has still to be given: bool[pages] each; they are flying."""
+    def begin(self, name: str, keys: Keys) -> tuple[Handoff, list[NDArray[np.bool_]]]:
+        """A handoff, and which of the request's pages each tier has still to be given.
+
+        Args:
+            name: of the handoff.
+            keys: uint64[n, 2], of the request's complete pages.
+
+        Returns:
+            The handoff; bool[n] by tier, pages that count as being saved from now on.
+
+        Raises:
+            UsageFault: the name stands for another request's pages.
+        """
         with self._lock:
-            kept = self._kept.setdefault(name, self._new())
+            kept = self._kept.setdefault(name, self._new(name))
+            shared = min(len(kept.keys), len(keys))
+            if not np.array_equal(kept.keys[:shared], keys[:shared]):
+                raise UsageFault(f"handoff {name!r} is another request's; release it, or take another name")
             while len(self._kept) > KEPT:
                 del self._kept[next(iter(self._kept))]
-            todo = []
+            todo, pages, more = [], len(keys), len(keys) - len(kept.keys)
+            if more > 0:
+                kept.keys = keys.copy()
             for tier in range(self._tiers):
-                more = pages - len(kept.codes[tier])
                 if more > 0:
                     fresh = np.full(more, _UNTRIED, np.uint8)
                     kept.codes[tier] = np.concatenate([kept.codes[tier], fresh])
                     kept.flying[tier] = np.concatenate([kept.flying[tier], np.zeros(more, np.bool_)])
                 todo.append((kept.codes[tier][:pages] != Code.OK) & ~kept.flying[tier][:pages])
                 kept.flying[tier][:pages] |= todo[-1]
-        return todo
+        return kept, todo
 
-    def _new(self) -> _Handoff:
-        return _Handoff(
+    def _new(self, name: str) -> Handoff:
+        return Handoff(
+            name,
+            np.zeros((0, 2), np.uint64),
             [np.zeros(0, np.uint8) for _ in range(self._tiers)],
             [np.zeros(0, np.bool_) for _ in range(self._tiers)],
         )
 
-    def settled(self, name: str, tier: int, numbers: NDArray[np.int64], codes: Codes) -> None:
+    def settled(self, handoff: Handoff, tier: int, numbers: NDArray[np.int64], codes: Codes) -> None:
         """One tier has answered for some pages."""
         with self._lock:
-            kept = self._kept.get(name)
-            if kept is not None:
-                kept.codes[tier][numbers] = codes
-                kept.flying[tier][numbers] = False
+            handoff.codes[tier][numbers] = codes
+            handoff.flying[tier][numbers] = False
 
-    def watch(self, name: str, save: Pending[Any]) -> None:
+    def watch(self, handoff: Handoff, save: Pending[Any]) -> None:
         """A save belongs to a handoff until it settles."""
         with self._lock:
-            kept = self._kept.get(name)
-            if kept is None:
-                return
-            kept.open[save] = None
-        save.on_done(lambda _: kept.open.pop(save, None))
+            handoff.open[save] = None
+        save.on_done(lambda _: handoff.open.pop(save, None))
 
     def open(self, name: str) -> Sequence[Pending[Any]]:
         """Its saves in flight."""
@@ -114,7 +140,7 @@ class Handoffs:
     def report(self, name: str) -> HandoffReport:
         """What became of it so far; no pages for one that is not known."""
         with self._lock:
-            kept = self._kept.get(name) or self._new()
+            kept = self._kept.get(name) or self._new(name)
             codes = np.stack(kept.codes) if self._tiers else np.zeros((1, 0), np.uint8)
             settled = not any(flying.any() for flying in kept.flying)
         ok = (codes == Code.OK).any(axis=0)

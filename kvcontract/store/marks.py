@@ -95,7 +95,7 @@ class Marks:
         """A save has ended, `ok` bool[n]; the pages are still pinned.
 
         Returns:
-            bool[n], those that are stored; bool[n], those that failed after another try was asked for.
+            bool[n], those that are stored; bool[n], those that are not, and another try was asked for.
         """
         pages, generations = saving.pages, saving.generations
         with self._lock:
@@ -104,7 +104,7 @@ class Marks:
             good: Flags = ok & ~saving.lost
             self._store(pages[good], saving.keys[good], generations[good], now)
             self._failed[pages[~ok]] = generations[~ok]
-            again: Flags = ~ok & (self._again[pages] == generations)
+            again: Flags = ~good & (self._again[pages] == generations)
             self._again[pages] = 0
         return good, again
 

@@ -115,26 +115,46 @@ class Resolver:
                     search.hold.release()
 
     async def _work(self, ask: Ask, gate: Pending[None] | None, found: list[Search]) -> str | None:
-        if gate is not None:
-            try:
-                await wait_until(gate, ask.deadline)
-            except TimeoutError:
-                return "a reset was under way"
-        if ask.cancelled:
-            return None
+        if gate is None:
+            self._enter()
+        elif not await self._through(gate, ask.deadline):
+            return "a reset was under way"
+        try:
+            if not ask.cancelled:
+                search = self._searched(ask, await self._names(ask))
+                found.append(search)
+                if len(search.missing) and not ask.cancelled:
+                    await self._ask_tiers(search)
+        finally:
+            self._leave()
+        return None
+
+    async def _through(self, gate: Pending[None], deadline: float) -> bool:
+        """Wait at a gate, and enter in the very moment it opens: a reset that comes later waits (C11)."""
+
+        def enter(_: None) -> None:
+            self._enter()
+
+        gate.on_done(enter)
+        try:
+            await wait_until(gate, deadline)
+        except BaseException as error:
+            if not gate.forget(enter):
+                self._leave()
+            if not isinstance(error, TimeoutError):
+                raise
+            return False
+        return True
+
+    def _enter(self) -> None:
         if not self._begun:
             self._idle = Pending()
         self._begun += 1
-        try:
-            search = self._searched(ask, await self._names(ask))
-            found.append(search)
-            if len(search.missing) and not ask.cancelled:
-                await self._ask_tiers(search)
-        finally:
-            self._begun -= 1
-            if not self._begun:
-                self._idle.settle(None)
-        return None
+
+    def _leave(self) -> None:
+        self._begun -= 1
+        if not self._begun:
+            self._idle.settle(None)
 
     async def _until_told(self, ask: Ask, work: Coroutine[Any, Any, str | None]) -> str | None:
         """Run until it has ended, or has to; returns why, if it could not do its work."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvcontract.core.pending import Pending
 from kvcontract.pool.events import Content
 from kvcontract.pool.index import Keys, Pages
+from kvcontract.store.handoffs import Handoff
 from kvcontract.store.marks import Flags, Generations, Saving
 from kvcontract.store.rank import Rank
 from kvcontract.store.workers import After
@@ -78,7 +79,7 @@ class Batch:
     todo: NDArray[np.bool_]
     cls: Sequence[SaveClass]
     budgeted: bool
-    handoff: str | None = None
+    handoff: Handoff | None = None
     after: After | None = None
     shed: int = 0
     report: Pending[SealReport] = field(default_factory=Pending)

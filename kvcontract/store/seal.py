@@ -27,7 +27,7 @@ from kvcontract.core.pending import Pending, all_of, report_uncaught
 from kvcontract.pool.events import Content
 from kvcontract.pool.index import Keys
 from kvcontract.pool.request import RequestKv
-from kvcontract.store.handoffs import Handoffs
+from kvcontract.store.handoffs import Handoff, Handoffs
 from kvcontract.store.known import Known
 from kvcontract.store.loads import Landed
 from kvcontract.store.rank import Rank
@@ -45,12 +45,19 @@ KEPT_SHED: Final = 256
 """Retired requests whose shed pages are remembered, a rank."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Shed:
-    """Pages of a retired request that still want to be saved; `done` once that has ended, or is given up."""
+    """Pages of a retired request that still want to be saved; `done` once that has ended, or is given up.
+
+    Each is tried once: one that fails again would keep those behind it waiting for ever.
+
+    Attributes:
+        first: number of the first page that has not been tried.
+    """
 
     keys: Keys
     content: Content | None
+    first: int = 0
     saves: list[Pending[SealReport]] = field(default_factory=list)
     done: Pending[None] = field(default_factory=Pending)
 
@@ -214,7 +221,9 @@ class Sealer:
         now, classes = self._clock(), [cls] * len(self._known)
         pages = run.pages[run.first :]
         todo = np.zeros((len(self._known), len(pages)), np.bool_)
-        owed = self.handoffs.begin(handoff, len(run.pages)) if handoff is not None else []
+        named, owed = None, list[NDArray[np.bool_]]()
+        if handoff is not None:
+            named, owed = self.handoffs.begin(handoff, run.keys)
         for number, known in enumerate(self._known):
             if handoff is not None and number in self._visible:
                 todo[number] = owed[self._visible.index(number)]
@@ -223,7 +232,7 @@ class Sealer:
                 classes[number] = SaveClass.CACHEABLE  # a private tier keeps nothing for others
             todo[number] = known.of(rank).missing(pages, run.generations, now, retry=retry)
         budgeted = cls is not SaveClass.HANDOFF  # C5
-        return self._made(rank, run, todo, classes, budgeted=budgeted, handoff=handoff)
+        return self._made(rank, run, todo, classes, budgeted=budgeted, handoff=named)
 
     def _made(
         self,
@@ -233,7 +242,7 @@ class Sealer:
         classes: Sequence[SaveClass],
         *,
         budgeted: bool,
-        handoff: str | None = None,
+        handoff: Handoff | None = None,
     ) -> Batch | None:
         """Choose what may be pinned, pin it (C1), and mark it as being saved; None if there is nothing."""
         rows = np.flatnonzero(todo.any(axis=0))
@@ -275,7 +284,7 @@ class Sealer:
                 cls,
                 now + SAVE_DEADLINE_S,
                 batch.after,
-                handoff=batch.handoff if cls is SaveClass.HANDOFF else None,
+                handoff=batch.handoff.name if batch.handoff and cls is SaveClass.HANDOFF else None,
             )
             outcomes.append(op.map(partial(self._saved, batch, number, now)))
         # C12: all copies are awaited before anything is released
@@ -368,17 +377,22 @@ class Sealer:
     def _try_shed(self, rank: Rank, item: _Shed) -> bool:
         """Save what is resident of it; whether something is still left to try."""
         with rank.pool.match(item.keys) as hold:
-            pages = hold.pages.copy()
+            pages, first = hold.pages.copy(), item.first
             content = item.cut(len(pages), rank.pool.page_tokens)
-            run = Run(item.keys[: len(pages)], pages, rank.pool.generation[pages], content)
+            generations = rank.pool.generation[pages[first:]]
+            run = Run(item.keys[: len(pages)], pages, generations, content, first)
             with self._lock:
                 batch = (
-                    self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True) if len(pages) else None
+                    self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True)
+                    if len(pages) > first
+                    else None
                 )
         if batch is None:
             return False
         self._tally.count("pages_tried_again", len(batch.numbers))
         left, batch.shed = batch.shed > 0, 0
+        if len(batch.numbers):
+            item.first = int(batch.numbers[-1]) + 1
         item.saves.append(batch.report)
         self._start(batch)
         return left

@@ -1,0 +1,322 @@
+"""One simulated process: a store with its ranks and its own ends of the tiers, and what callers hold of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from kvc_conformance.sim.loop import VirtualLoop
+from kvc_conformance.sim.prompts import SECRET, SPACE, Memory, Prompts
+from kvc_conformance.sim.setting import AMPLE, Setting, TierSetting
+from kvcontract.contract.wire import parts, wire_record
+from kvcontract.core.lane import InlineLane, ManualLane
+from kvcontract.core.pending import Pending
+from kvcontract.pool.index import Keys
+from kvcontract.pool.pool import BlockPool
+from kvcontract.pool.request import RequestKv
+from kvcontract.store.policy import CancelToken, KvPrefix, ResolvePolicy
+from kvcontract.store.rank import Rank
+from kvcontract.store.saves import SealReport
+from kvcontract.store.store import KvStore
+from kvcontract.tiers.base import (
+    RECORD_KEY,
+    Buffers,
+    Code,
+    Level,
+    Op,
+    RecordKeys,
+    SaveClass,
+    record_keys,
+)
+from kvcontract.tiers.dram import DramTier
+from kvcontract.tiers.fault import Call, FaultTier, TellingFaultTier
+from kvcontract.tiers.frame import header_bytes
+
+AMPLE_BYTES: Final = 1 << 20
+
+Clock = Callable[[], float]
+
+
+class Shelf(DramTier):
+    """The place behind a tier: records that may outlive the processes which write them.
+
+    Attributes:
+        kept: keys that have been stored.
+        durable: those that a flush has made so; a crash may lose the others.
+        doubtful: keys whose last save was a lie, or changed on the way.
+        losses: per key, how often it was lost.
+        untold: something was lost that nobody was told of.
+    """
+
+    def __init__(self, capacity_bytes: int, setting: TierSetting, clock: Clock) -> None:
+        super().__init__(capacity_bytes, lane=InlineLane(), clock=clock, name=setting.name)
+        self.setting = setting
+        self.kept: set[bytes] = set()
+        self.durable: set[bytes] = set()
+        self.doubtful: set[bytes] = set()
+        self.losses: Counter[bytes] = Counter()
+        self.untold = False
+        self.on_loss(lambda keys, _: self._lost(record_names(keys)))
+
+    def _lost(self, names: Sequence[bytes]) -> None:
+        self.kept.difference_update(names)
+        self.durable.difference_update(names)
+        self.losses.update(names)
+
+    def save(
+        self,
+        keys: RecordKeys,
+        buffers: Buffers,
+        cls: SaveClass,
+        deadline: float,
+        *,
+        handoff: str | None = None,
+    ) -> Op:
+        """Keeps what was stored."""
+        op = super().save(keys, buffers, cls, deadline, handoff=handoff)
+        names = record_names(keys)
+        op.on_done(lambda codes: self.kept.update(names[at] for at in np.flatnonzero(codes == Code.OK)))
+        return op
+
+    def flush(self, level: Level, deadline: float) -> Pending[bool]:
+        """Durable means here that a crash does not lose it."""
+        if level == "durable" and self.setting.shared:
+            self.durable |= self.kept
+            return super().flush("visible", deadline)
+        return super().flush(level, deadline)
+
+    def reset(self, deadline: float) -> Pending[bool]:
+        """Forgets what it keeps."""
+        self.untold = self.untold or self.setting.shared
+        self._lost([*self.kept])
+        return super().reset(deadline)
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        """Forget some records, as an eviction would."""
+        if names:
+            keys = np.frombuffer(b"".join(names), RECORD_KEY)
+            with self.lookup(keys, math.inf).value as lease:
+                self.discard(lease, np.arange(len(keys)))
+            self._lost(names)
+
+    def has(self, keys: RecordKeys) -> bool:
+        """Whether all of these records are there."""
+        with self.lookup(keys, math.inf).value as lease:
+            return bool(lease.present.all())
+
+
+class Front(FaultTier):
+    """A process's own end of a tier.
+
+    Attributes:
+        frozen: answers nothing.
+        late: calls that are not answered before some time.
+        acknowledged: records that were saved, as far as this process was told, and how often they had been
+            lost before.
+        failed: page keys of which a save has failed.
+        owed: pages that have to be there once all saves have landed, with their records.
+    """
+
+    inner: Shelf
+
+    def __init__(self, inner: Shelf) -> None:
+        lasting = inner.setting.shared
+        super().__init__(inner, persistent=lasting, shared=lasting)
+        self.frozen = False
+        self.late: dict[Call, float] = {}
+        self.acknowledged: dict[bytes, int] = {}
+        self.failed: set[bytes] = set()
+        self.owed: dict[bytes, RecordKeys] = {}
+
+    def ready(self, now: float) -> list[Call]:
+        """Calls that may be answered now."""
+        if self.frozen:
+            return []
+        return [call for call in self.calls if self.late.get(call, now) <= now]
+
+
+class TellingFront(Front, TellingFaultTier):
+    """One whose tier says what it loses."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A resolve.
+
+    Attributes:
+        count: tokens of the prompt.
+        begun: number of the step in which it was asked.
+        cancelled: by its token or its task.
+        prefix: what came, until it is consumed or dropped.
+        judged: whether its answer was looked at.
+    """
+
+    rank: int
+    stream: int
+    scope: int
+    count: int
+    policy: ResolvePolicy
+    deadline: float
+    begun: int
+    token: CancelToken
+    task: asyncio.Task[KvPrefix]
+    cancelled: bool = False
+    judged: bool = False
+    prefix: KvPrefix | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """An admitted request."""
+
+    rank: int
+    stream: int
+    scope: int
+    req: RequestKv
+    begun: int
+
+
+@dataclass(slots=True, eq=False)
+class Saved:
+    """A seal or retire."""
+
+    report: Pending[SealReport]
+
+
+@dataclass(slots=True, eq=False)
+class Waited:
+    """A barrier or reset that somebody waits for."""
+
+    kind: str
+    task: asyncio.Task[Any]
+    deadline: float
+    begun: int
+    saves: Sequence[Saved]
+    acknowledged: dict[str, dict[bytes, int]]
+    cancelled: bool = False
+
+
+class Node:
+    """One process.
+
+    Args:
+        number: of the process.
+        prompts: what it computes.
+        setting: of the world.
+        shelves: the tiers that all processes share, by name.
+        loop: of the world.
+    """
+
+    def __init__(
+        self, number: int, prompts: Prompts, setting: Setting, shelves: dict[str, Shelf], loop: VirtualLoop
+    ) -> None:
+        self.number, self.prompts = number, prompts
+        self.tp = setting.degrees[number]
+        self.lane = ManualLane() if setting.manual else InlineLane()
+        self.pools = [BlockPool(setting.pages, prompts.page) for _ in range(setting.ranks)]
+        self.memory = [
+            [Memory(prompts, worker, self.tp, setting.pages) for worker in range(self.tp)] for _ in self.pools
+        ]
+        self.fronts = [self._front(item, shelves, loop.time) for item in setting.tiers]
+        ranks = [
+            Rank(pool, [{SPACE: worker.binding} for worker in workers], name=str(rank))
+            for rank, (pool, workers) in enumerate(zip(self.pools, self.memory, strict=True))
+        ]
+        self.store = KvStore(
+            prompts.model,
+            ranks,
+            self.fronts,
+            secret=SECRET,
+            loop=loop,
+            lane=self.lane,
+            save_budget=setting.save_budget,
+            max_tp=max(prompts.degrees),
+        )
+        self.asked: dict[int, Asked] = {}
+        self.live: dict[int, Live] = {}
+        self.saves: list[Saved] = []
+        self.waited: dict[int, Waited] = {}
+        self.pins: dict[int, int] = {}
+        self.landing: dict[bytes, list[Call]] = {}
+        self.landed: list[bytes] = []
+        self.spoilt: set[bytes] = set()
+        self.cache = self.keep = True
+
+    def _front(self, setting: TierSetting, shelves: dict[str, Shelf], clock: Clock) -> Front:
+        shelf = shelves.get(setting.name)
+        if shelf is None:
+            shelf = make_shelf(self.prompts, setting, clock)
+        return TellingFront(shelf) if setting.telling else Front(shelf)
+
+    @property
+    def jobs(self) -> int:
+        """Copies that wait for their turn."""
+        return len(self.lane) if isinstance(self.lane, ManualLane) else 0
+
+    @property
+    def open(self) -> list[Asked]:
+        """Resolves that have not ended."""
+        return [asked for asked in self.asked.values() if not asked.task.done()]
+
+    def saving(self) -> set[bytes]:
+        """Page keys of the saves that tiers have not answered."""
+        found: set[bytes] = set()
+        for front in self.fronts:
+            for call in front.calls:
+                if call.verb == "save" and not call.ghost:
+                    found.update(page_names(call.keys))
+        return found
+
+    def loading(self, front: Front) -> Counter[bytes]:
+        """How often each record is being read from a tier."""
+        counted: Counter[bytes] = Counter()
+        for call in front.calls:
+            if call.verb == "load":
+                counted.update(record_names(call.keys))
+        return counted
+
+    def right(self, item: Live | Asked, pages: Sequence[int], tokens: int) -> bool:
+        """Whether the first tokens of a stream lie on these pages, for every worker."""
+        return all(
+            memory.right(pages, item.stream, item.scope, tokens) for memory in self.memory[item.rank]
+        )
+
+
+def records_of(prompts: Prompts, keys: Keys) -> RecordKeys:
+    """[pages * shards], keys of every record of some pages, page by page."""
+    part = parts(prompts.model)[0]
+    shards = part.shards(max(prompts.degrees))
+    columns = [record_keys(keys, part.id, shard, shards) for shard in range(shards)]
+    return np.stack(columns, axis=1).reshape(-1)
+
+
+def make_shelf(prompts: Prompts, setting: TierSetting, clock: Clock) -> Shelf:
+    """A tier's place for records."""
+    size = AMPLE_BYTES if setting.pages == AMPLE else setting.pages * page_bytes(prompts)
+    return Shelf(size, setting, clock)
+
+
+def page_bytes(prompts: Prompts) -> int:
+    """Bytes of all records of a page."""
+    part = parts(prompts.model)[0]
+    shards = part.shards(max(prompts.degrees))
+    records = [wire_record(prompts.model, part, shard, shards) for shard in range(shards)]
+    return sum(record.payload_bytes + header_bytes(len(record.segments)) for record in records)
+
+
+def page_names(keys: RecordKeys) -> list[bytes]:
+    """The page key of each record, as 16 bytes."""
+    packed = np.ascontiguousarray(keys["page_key"]).tobytes()
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+
+def record_names(keys: RecordKeys) -> list[bytes]:
+    """Each record key, as bytes."""
+    packed, size = keys.tobytes(), keys.dtype.itemsize
+    return [packed[at : at + size] for at in range(0, len(packed), size)]

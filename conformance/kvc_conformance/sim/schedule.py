@@ -1,0 +1,228 @@
+"""A seeded schedule: which of all that may go on in a world goes on next."""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+from random import Random
+from typing import Final
+
+from kvc_conformance.sim.node import Node
+from kvc_conformance.sim.prompts import PARENTS, SCOPES
+from kvc_conformance.sim.world import Action, World
+from kvcontract.core.lane import ManualLane
+from kvcontract.tiers.fault import FAULTS_OF
+
+MOST_OPEN: Final = 5
+MOST_LIVE: Final = 4
+FAULTY: Final = 0.16
+"""Share of answers that something befalls."""
+
+HANDED_OFF: Final = 0.15
+"""Share of seals that another engine counts on."""
+
+PLAIN_DEADLINES_S: Final = (0.02, 0.5, 2.0, 15.0)
+FULL_DEADLINES_S: Final = (0.02, 0.2, 0.6)
+
+
+class Schedule:
+    """Draws actions.
+
+    Args:
+        rng: all randomness comes from it.
+    """
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._ids = count()
+        self._handoffs: list[str] = []
+
+    def draw(self, world: World) -> Action:
+        """One of the actions that fit the moment, as data."""
+        rng = self._rng
+        number = rng.randrange(len(world.nodes))
+        node = world.nodes[number]
+        weights = self._weights(world, node)
+        kind = rng.choices(list(weights), list(weights.values()))[0]
+        action: Action = {"do": kind, "node": number}
+        getattr(self, f"_{kind}", _nothing)(action, world, node)
+        return action
+
+    def _weights(self, world: World, node: Node) -> dict[str, float]:
+        opened = len(node.open)
+        ready = sum(asked.prefix is not None for asked in node.asked.values())
+        running = [live for live in node.live.values() if not live.req.preempted]
+        calls = sum(len(front.ready(world.now)) for front in node.fronts)
+        jobs = len(node.lane) if isinstance(node.lane, ManualLane) else 0
+        frozen = sum(front.frozen for front in node.fronts)
+        weights = {
+            "resolve": 3.0 * (len(node.asked) < MOST_OPEN),
+            "cancel": 0.35 * opened,
+            "drop": 0.25 * ready,
+            "begin": 4.0 * (ready > 0 and len(node.live) < MOST_LIVE),
+            "step": 2.5 * len(running),
+            "preempt": 0.1 * len(running),
+            "resume": 1.5 * (len(node.live) - len(running)),
+            "seal": 0.6 * len(running),
+            "retire": 0.8 * len(node.live),
+            "release": 0.08 * len(node.live),
+            "wait": 0.7,
+            "leave": 0.3 * len(node.waited),
+            "release_handoff": 0.2 * bool(self._handoffs),
+            "pin": 0.15,
+            "unpin": 0.2 * len(node.pins),
+            "switch": 0.12 if node.cache and node.keep else 1.0,
+            "drain": 0.6,
+            "answer": 4.0 * math.sqrt(calls),
+            "lane": 5.0 * (jobs > 0),
+            "tick": (0.25 if calls or jobs else 1.5) * (not math.isinf(world.next_s)),
+            "sleep": 0.15,
+            "freeze": 0.08 if not frozen else 0.7,
+            "die": 0.06,
+            "evict": 0.15,
+            "crash": 0.07,
+            "close": 0.04,
+        }
+        return {kind: weight for kind, weight in weights.items() if weight}
+
+    # What an action needs to know
+
+    def _resolve(self, action: Action, world: World, node: Node) -> None:
+        rng = self._rng
+        full = rng.random() < 0.2
+        deadline = rng.choice(FULL_DEADLINES_S if full else PLAIN_DEADLINES_S)
+        action |= {
+            "id": next(self._ids),
+            "rank": rng.randrange(len(node.pools)),
+            "stream": rng.randrange(len(PARENTS)),
+            "scope": int(rng.random() < 0.2) % len(SCOPES),
+            "tokens": rng.randint(1, world.prompts.length - 1),
+            "policy": {"deadline_s": deadline, "full_hit": full, "full_pages": full and rng.random() < 0.5},
+        }
+
+    def _cancel(self, action: Action, world: World, node: Node) -> None:
+        del world
+        opened = [number for number, asked in node.asked.items() if not asked.task.done()]
+        action |= {"id": self._rng.choice(opened), "how": self._rng.choice(("token", "token", "task"))}
+
+    def _drop(self, action: Action, world: World, node: Node) -> None:
+        del world
+        action["id"] = self._rng.choice(_ready(node))
+
+    def _begin(self, action: Action, world: World, node: Node) -> None:
+        del world
+        action |= {"id": self._rng.choice(_ready(node)), "new": self._rng.randint(1, 6)}
+
+    def _step(self, action: Action, world: World, node: Node) -> None:
+        del world
+        running = [number for number, live in node.live.items() if not live.req.preempted]
+        size, revert = self._rng.randint(1, 9), self._rng.random() < 0.06
+        action |= {"id": self._rng.choice(running), "size": size, "revert": revert}
+
+    def _preempt(self, action: Action, world: World, node: Node) -> None:
+        del world
+        action["id"] = self._rng.choice(list(node.live))
+
+    _resume = _release = _preempt
+
+    def _seal(self, action: Action, world: World, node: Node) -> None:
+        self._preempt(action, world, node)
+        action |= {"handoff": self._handoff(action["id"]), "again": self._rng.random() < 0.3}
+
+    def _retire(self, action: Action, world: World, node: Node) -> None:
+        self._preempt(action, world, node)
+        action["handoff"] = self._handoff(action["id"])
+
+    def _handoff(self, request: int) -> str | None:
+        if self._rng.random() >= HANDED_OFF:
+            return None
+        name = f"request {request}"
+        if name not in self._handoffs:
+            self._handoffs.append(name)
+        return name
+
+    def _wait(self, action: Action, world: World, node: Node) -> None:
+        del world, node
+        kinds = ["landed", "landed", "visible", "durable", "durable", "loads", "reset"]
+        kinds += ["handoff"] * bool(self._handoffs)
+        kind = self._rng.choice(kinds)
+        action |= {"id": next(self._ids), "for": kind, "deadline_s": self._rng.choice((0.01, 1.0, 20.0))}
+        if kind == "handoff":
+            action["handoff"] = self._rng.choice(self._handoffs)
+
+    def _leave(self, action: Action, world: World, node: Node) -> None:
+        del world
+        action["id"] = self._rng.choice(list(node.waited))
+
+    def _release_handoff(self, action: Action, world: World, node: Node) -> None:
+        del world, node
+        action["handoff"] = self._rng.choice(self._handoffs)
+
+    def _pin(self, action: Action, world: World, node: Node) -> None:
+        rng = self._rng
+        action |= {
+            "id": next(self._ids),
+            "rank": rng.randrange(len(node.pools)),
+            "stream": rng.randrange(len(PARENTS)),
+            "scope": 0,
+            "tokens": rng.randint(1, world.prompts.length - 1),
+            "ttl_s": rng.choice((0.5, 30.0)),
+        }
+
+    def _unpin(self, action: Action, world: World, node: Node) -> None:
+        del world
+        action["id"] = self._rng.choice(list(node.pins))
+
+    def _switch(self, action: Action, world: World, node: Node) -> None:
+        del world
+        off = [what for what, on in (("cache", node.cache), ("keep", node.keep)) if not on]
+        what = off[0] if off else self._rng.choice(("cache", "keep"))
+        action |= {"what": what, "on": bool(off)}
+
+    def _answer(self, action: Action, world: World, node: Node) -> None:
+        rng = self._rng
+        tiers = [number for number, front in enumerate(node.fronts) if front.ready(world.now)]
+        tier = rng.choice(tiers)
+        ready = node.fronts[tier].ready(world.now)
+        at = 0 if rng.random() < 0.6 else rng.randrange(len(ready))
+        fault = None
+        if rng.random() < FAULTY:
+            kinds = [str(kind) for kind in FAULTS_OF[ready[at].verb]]
+            fault = rng.choice([*kinds, "stale", "delay", "delay"])
+        action |= {"tier": tier, "call": at, "fault": fault, "at": rng.randrange(8)}
+        if fault == "delay":
+            action["delay_s"] = rng.choice((0.03, 1.0, 20.0))
+
+    def _sleep(self, action: Action, world: World, node: Node) -> None:
+        del world, node
+        action["seconds"] = self._rng.choice((0.05, 3.0, 70.0))
+
+    def _freeze(self, action: Action, world: World, node: Node) -> None:
+        del world
+        tier = self._rng.randrange(len(node.fronts))
+        action |= {"tier": tier, "on": not node.fronts[tier].frozen}
+
+    def _die(self, action: Action, world: World, node: Node) -> None:
+        del world
+        action["tier"] = self._rng.randrange(len(node.fronts))
+
+    def _evict(self, action: Action, world: World, node: Node) -> None:
+        self._die(action, world, node)
+        action["at"] = self._rng.randrange(64)
+
+    def _crash(self, action: Action, world: World, node: Node) -> None:
+        del world, node
+        action["mask"] = self._rng.randrange(1 << 16)
+
+    def _close(self, action: Action, world: World, node: Node) -> None:
+        del world, node
+        action["deadline_s"] = self._rng.choice((0.5, 10.0))
+
+
+def _ready(node: Node) -> list[int]:
+    return [number for number, asked in node.asked.items() if asked.prefix is not None]
+
+
+def _nothing(action: Action, world: World, node: Node) -> None:
+    """The action says all."""
+    del action, world, node

@@ -1,0 +1,81 @@
+"""What a simulated world is made of, drawn from its seed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any, Final, Self
+
+AMPLE: Final = 0
+"""Capacity of a tier in which nothing is ever evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSetting:
+    """One tier.
+
+    Attributes:
+        name: unique in its world.
+        shared: all stores see it, and it outlives them; else each has its own.
+        telling: it says what it loses, and can forget.
+        pages: records of how many pages it takes; `AMPLE` for any number.
+    """
+
+    name: str
+    shared: bool
+    telling: bool
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One world.
+
+    Attributes:
+        degrees: of tensor parallelism, of each store.
+        ranks: of each store.
+        pages: of each pool, page 0 included.
+        manual: copies are run by the schedule too, instead of at once.
+        save_budget: see `StoreOptions`.
+        tiers: fastest first.
+    """
+
+    degrees: tuple[int, ...]
+    ranks: int
+    pages: int
+    manual: bool
+    save_budget: float
+    tiers: tuple[TierSetting, ...]
+
+    @classmethod
+    def draw(cls, rng: Random, degrees: tuple[int, ...]) -> Self:
+        """A world; `degrees` are those that the model can be cut to."""
+        stores = 2 if rng.random() < 0.3 else 1
+        chosen = tuple(rng.choice(degrees) for _ in range(stores))
+        tiers = []
+        if rng.random() < 0.7:
+            tiers.append(TierSetting("dram", shared=False, telling=True, pages=_capacity(rng)))
+        if stores > 1 or not tiers or rng.random() < 0.5:
+            tiers.append(TierSetting("far", shared=True, telling=rng.random() < 0.7, pages=_capacity(rng)))
+        return cls(
+            degrees=chosen,
+            ranks=2 if rng.random() < 0.2 else 1,
+            pages=rng.randint(8, 18),
+            manual=rng.random() < 0.5,
+            save_budget=rng.choice((0.25, 0.5, 1.0)),
+            tiers=tuple(tiers),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, given: dict[str, Any]) -> Self:
+        """Back from `as_json`."""
+        tiers = tuple(TierSetting(**item) for item in given["tiers"])
+        return cls(**{**given, "degrees": tuple(given["degrees"]), "tiers": tiers})
+
+
+def _capacity(rng: Random) -> int:
+    return AMPLE if rng.random() < 0.7 else rng.randint(4, 10)

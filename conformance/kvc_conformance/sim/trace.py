@@ -1,0 +1,192 @@
+"""Playing a trace, cutting it down to what matters, and keeping it as JSON."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Final, Self
+
+from kvc_conformance.sim.judge import Counts, Judge, Violation
+from kvc_conformance.sim.prompts import Prompts, simulated
+from kvc_conformance.sim.schedule import Schedule
+from kvc_conformance.sim.setting import Setting
+from kvc_conformance.sim.world import VERBS, Action, World
+from kvcontract.contract.errors import KvContractError, UsageFault
+from kvcontract.contract.model import KvModel
+
+SCHEMA: Final = "kvc.trace/1"
+STEPS: Final = 120
+"""Actions of a seed, before everything is brought to its end."""
+
+_MOST_PLAYS: Final = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A world and what happens in it.
+
+    Attributes:
+        model: the declaration, as it is simulated.
+        seed: that it was drawn from.
+        violation: what is found when it is played, as clause and text; None if nothing was.
+    """
+
+    model: KvModel
+    seed: int
+    setting: Setting
+    actions: tuple[Action, ...]
+    violation: tuple[str, str] | None = None
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        found = None if self.violation is None else dict(zip(("clause", "text"), self.violation, strict=True))
+        document = {
+            "schema": SCHEMA,
+            "seed": self.seed,
+            "violation": found,
+            "setting": self.setting.as_json(),
+            "actions": list(self.actions),
+            "model": self.model.model_dump(mode="json"),
+        }
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read it.
+
+        Raises:
+            UsageFault: not a trace of this version.
+        """
+        try:
+            document = json.loads(path.read_text())
+            if document["schema"] != SCHEMA:
+                raise UsageFault(f"{path}: schema {document['schema']!r}; this version plays {SCHEMA!r}")
+            found = document["violation"]
+            actions = tuple(document["actions"])
+            unknown = sorted({str(action["do"]) for action in actions} - set(VERBS))
+            if unknown:
+                raise UsageFault(f"{path}: no such action: {', '.join(unknown)}")
+            return cls(
+                model=KvModel.model_validate_json(json.dumps(document["model"])),
+                seed=document["seed"],
+                setting=Setting.of_json(document["setting"]),
+                actions=actions,
+                violation=None if found is None else (found["clause"], found["text"]),
+            )
+        except OSError as error:
+            raise UsageFault(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageFault(f"{path} is not a trace: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of a world.
+
+    Attributes:
+        actions: those that fitted their moment.
+        violation: the first that was found.
+    """
+
+    actions: tuple[Action, ...]
+    violation: Violation | None
+    counts: Counts
+
+
+Next = Callable[[World], Action | None]
+
+
+def run_seed(prompts: Prompts, seed: int, steps: int = STEPS) -> tuple[Setting, Played]:
+    """Play what a seed draws."""
+    rng = Random(seed)  # noqa: S311 - a schedule, not a secret
+    setting = Setting.draw(rng, prompts.degrees)
+    schedule = Schedule(rng)
+    left = iter(range(steps))
+    return setting, _play(prompts, setting, lambda world: None if next(left, None) is None else schedule.draw(world))
+
+
+def play(prompts: Prompts, setting: Setting, actions: Sequence[Action]) -> Played:
+    """Play actions one after the other; those that do not fit are left out."""
+    left = iter(actions)
+    return _play(prompts, setting, lambda _: next(left, None))
+
+
+def replay(trace: Trace) -> Played:
+    """Play a trace."""
+    return play(Prompts(trace.model), trace.setting, trace.actions)
+
+
+def _play(prompts: Prompts, setting: Setting, following: Next) -> Played:
+    done: list[Action] = []
+    found: Violation | None = None
+    with _world(prompts, setting) as world:
+        try:
+            while (action := following(world)) is not None:
+                done.append(action)
+                if not world.apply(action):
+                    done.pop()
+            world.finish()
+        except Violation as violation:
+            found = violation
+        except KvContractError as error:  # none of what is done here may be refused
+            found = Violation("R4", f"{type(error).__name__}: {error}")
+        counts = world.judge.counts
+    return Played(tuple(done), found, counts)
+
+
+@contextmanager
+def _world(prompts: Prompts, setting: Setting) -> Iterator[World]:
+    """A world; exceptions that nobody catches and resources that nobody returns are violations."""
+    world = World(prompts, setting)
+    hook, threading.excepthook = threading.excepthook, lambda args: _uncaught(world.judge, args)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", ResourceWarning)
+            warnings.showwarning = lambda message, *_, **__: world.judge.broken("A6", str(message))
+            yield world
+    finally:
+        threading.excepthook = hook
+        world.discard()
+
+
+def _uncaught(judge: Judge, args: Any) -> None:
+    judge.broken("R4", f"an exception nobody caught: {args.exc_value!r}")
+
+
+def minimal(prompts: Prompts, setting: Setting, played: Played) -> Played:
+    """Leave out every action that the violation can do without: what is left is needed, one by one.
+
+    Halves first, then smaller and smaller pieces, each time checking that the same clause is still broken.
+    """
+    if played.violation is None:
+        raise UsageFault("nothing to cut down: no violation was found")
+    clause, best, plays = played.violation.clause, played, 0
+    size = max(1, len(best.actions) // 2)
+    while plays < _MOST_PLAYS:
+        at, shorter = 0, False
+        while at < len(best.actions) and plays < _MOST_PLAYS:
+            tried = play(prompts, setting, best.actions[:at] + best.actions[at + size :])
+            plays += 1
+            if tried.violation is not None and tried.violation.clause == clause:
+                best, shorter = tried, True
+            else:
+                at += size
+        if size == 1 and not shorter:
+            break
+        size = max(1, size // 2)
+    return best
+
+
+def of(prompts: Prompts, seed: int, setting: Setting, played: Played) -> Trace:
+    """A trace that can be saved."""
+    found = None if played.violation is None else (played.violation.clause, played.violation.text)
+    return Trace(prompts.model, seed, setting, played.actions, found)
+
+
+__all__ = ["SCHEMA", "STEPS", "Played", "Trace", "minimal", "of", "play", "replay", "run_seed", "simulated"]

@@ -1,0 +1,354 @@
+"""What must hold in a simulated world: after each step, of each answer, and in the end."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvc_conformance.sim.node import Asked, Front, Node, Waited, page_names, record_names
+from kvc_conformance.sim.prompts import PARENTS, SCOPES
+from kvcontract.contract.errors import UsageFault
+from kvcontract.store.control import ResetReport
+from kvcontract.store.policy import CancelToken, KvPrefix, ResolvePolicy
+from kvcontract.tiers.base import Code, Codes
+from kvcontract.tiers.fault import Call, Fault
+
+if TYPE_CHECKING:
+    from kvc_conformance.sim.world import World
+
+SLACK_S: Final = 1e-6
+MOST_ROUNDS: Final = 600
+
+REASONS: Final = {
+    "answered for": "A15",
+    "lookup failed": "A10",
+    "timed out": "A1",
+    "full hit did not land": "A7",
+    "no room": "A18",
+    "corrupt": "E7",
+    "what another is loading": "A16",
+    "a reset was under way": "C11",
+}
+"""Reasons of a shorter hit that show a clause at work."""
+
+
+def look(world: World, node: Node) -> None:
+    """Judge one process after a step."""
+    for number, asked in list(node.asked.items()):
+        _look_at_resolve(world, node, number, asked)
+    for number, waited in list(node.waited.items()):
+        _look_at_barrier(world, node, number, waited)
+    _look_at_gauges(world, node)
+
+
+def _look_at_resolve(world: World, node: Node, number: int, asked: Asked) -> None:
+    judge = world.judge
+    if not asked.task.done():
+        if asked.cancelled:
+            judge.broken("A11", "a cancelled resolve did not end at once")
+        judge.holds("R5", ok=world.now <= asked.deadline + SLACK_S, text="a resolve outlived its deadline")
+    elif not asked.judged:
+        asked.judged = True
+        _answered(world, node, number, asked)
+
+
+def _answered(world: World, node: Node, number: int, asked: Asked) -> None:
+    judge = world.judge
+    if asked.task.cancelled():
+        judge.holds("A11", ok=asked.cancelled, text="a resolve was cancelled by nobody")
+        judge.reached("resolve cancelled")
+        del node.asked[number]
+        return
+    error = asked.task.exception()
+    if error is not None:
+        judge.holds("A24", ok=isinstance(error, UsageFault) and asked.policy.full_hit, text=repr(error))
+        judge.reached("resolve refused")
+        del node.asked[number]
+        return
+    _prefix(world, node, asked, asked.task.result())
+    if asked.prefix is not None and asked.cancelled:
+        asked.prefix.release()
+        del node.asked[number]
+
+
+def _prefix(world: World, node: Node, asked: Asked, prefix: KvPrefix) -> None:
+    judge, page, hit = world.judge, world.prompts.page, prefix.hit_tokens
+    pages = [] if prefix.hold is None else prefix.hold.pages.tolist()
+    asked.prefix = prefix
+    judge.holds("A13", ok=len(pages) * page == hit, text=f"a hit of {hit} tokens holds {len(pages)} pages")
+    limit = (asked.count - (not asked.policy.full_pages)) // page * page
+    judge.holds("A12", ok=hit <= limit, text=f"a hit of {hit} tokens of {asked.count}")
+    judge.holds("I6", ok=sum(prefix.sources.values()) == hit, text=f"{dict(prefix.sources)} for {hit} tokens")
+    judge.holds("B21", ok=0 not in pages, text=f"a hit on page 0: {pages}")
+    for part, clause in REASONS.items():
+        judge.counts.clauses[clause] += any(part in reason for reason in prefix.degraded)
+    if asked.cancelled:
+        judge.holds("A11", ok=hit == 0, text=f"a cancelled resolve hit {hit} tokens")
+        judge.reached("resolve cancelled")
+        return
+    judge.reached("resolve degraded" if prefix.degraded else "resolve hit" if hit else "resolve miss")
+    if hit:
+        clause = "D2" if asked.scope else "R4"
+        right = node.right(asked, pages, hit)
+        judge.holds(clause, ok=right, text=f"a hit of {hit} tokens of stream {asked.stream} holds other rows")
+        judge.counts.clauses["R2"] += len(node.memory[0]) > 1
+        early = [item for item in node.waited.values() if item.kind == "reset" and not item.task.done()]
+        passed = any(item.begun < asked.begun and not item.cancelled for item in early)
+        judge.holds("C11", ok=not passed, text="a resolve passed a reset that was asked for before it")
+
+
+def _look_at_barrier(world: World, node: Node, number: int, waited: Waited) -> None:
+    judge = world.judge
+    if not waited.task.done():
+        judge.holds("R5", ok=world.now <= waited.deadline + SLACK_S, text=f"{waited.kind} outlived its deadline")
+        return
+    del node.waited[number]
+    if waited.task.cancelled():
+        judge.reached("barrier left")
+        return
+    error = waited.task.exception()
+    if error is not None:
+        judge.broken("C8", f"{waited.kind} raised {error!r}")
+        return
+    value = waited.task.result()
+    if isinstance(value, ResetReport):
+        _reset(world, node, waited, value)
+    elif waited.kind == "handoff":
+        judge.counts.clauses["C7"] += 1
+        judge.reached("handoff settled" if value.settled else "handoff not settled")
+    else:
+        judge.reached(f"{waited.kind} {'reached' if value else 'missed'}")
+        if value is True and waited.kind != "loads":
+            _reached(world, node, number, waited)
+
+
+def _reached(world: World, node: Node, number: int, waited: Waited) -> None:
+    judge, kind = world.judge, waited.kind
+    open_ = sum(not item.report.done for item in waited.saves)
+    judge.holds("C8", ok=not open_, text=f"{kind}, and {open_} saves from before have not settled")
+    flushes = ("landed", "visible", "durable")
+    ahead = [n for n, item in node.waited.items() if n < number and item.kind in flushes and not item.task.done()]
+    judge.holds("C8", ok=not ahead, text=f"{kind} was told before {len(ahead)} barriers that came first")
+    if kind == "durable":
+        for front in node.fronts:
+            if front.inner.setting.shared:
+                shelf = front.inner
+                told = waited.acknowledged[front.name].items()
+                lost = {name for name, losses in told if shelf.losses[name] == losses} - shelf.durable
+                judge.holds("C8", ok=not lost, text=f"durable, and a crash would lose {len(lost)} records")
+
+
+def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> None:
+    judge = world.judge
+    judge.reached("reset done" if report.done else "reset not done")
+    if not report.done:
+        return
+    for front in node.fronts:
+        front.owed.clear()
+    active = [live for live in node.live.values() if live.begun < waited.begun and not live.req.preempted]
+    earlier = [asked for asked in node.asked.values() if asked.begun < waited.begun and not asked.task.done()]
+    saves = [item for item in waited.saves if not item.report.done]
+    going = len(active) + len(earlier) + len(saves)
+    judge.holds("C11", ok=not going, text=f"a reset ran while {going} things from before went on")
+
+
+def _look_at_gauges(world: World, node: Node) -> None:
+    judge, gauges = world.judge, node.store.stats().gauges
+    pinned = 0
+    for pool in node.pools:
+        now = pool.gauges()
+        pinned += now.pinned
+        whole = now.free + now.cached + now.held == now.total
+        judge.holds("R8", ok=whole, text=f"free {now.free} + cached {now.cached} + held {now.held} of {now.total}")
+        left = now.free + now.cached - now.entitled
+        judge.holds("B5", ok=left >= 0, text=f"promises are {-left} pages above what is available")
+    saving = node.saving()
+    if saving:
+        judge.holds("C1", ok=pinned >= len(saving), text=f"{pinned} pages pinned, {len(saving)} being saved")
+    leases = sum(lease.active for front in node.fronts for lease in front.leases)
+    opened, loads = node.open, gauges["loads"]
+    if not opened and not loads:
+        judge.holds("A2", ok=not leases, text=f"nobody resolves or loads, and {leases} leases are held")
+    elif opened and gauges["waiting_for_room"] == len(opened) and not loads:
+        judge.holds("A5", ok=not leases, text=f"everybody waits for room, and {leases} leases are held")
+    _look_for_stuck(world, node, gauges)
+    if not gauges["saves"] and not gauges["shed"]:
+        _look_at_owed(world, node)
+    if not loads:
+        _look_at_landed(world, node)
+
+
+def _look_for_stuck(world: World, node: Node, gauges: dict[str, int]) -> None:
+    """A plain resolve that nothing keeps has ended (A7)."""
+    plain = [asked for asked in node.open if not asked.policy.full_hit]
+    kept = gauges["waiting_for_room"] or gauges["loads"] or node.jobs or len(plain) < len(node.open)
+    kept = kept or any(front.calls for front in node.fronts)
+    kept = kept or any(item.kind == "reset" for item in node.waited.values())
+    if not kept:
+        world.judge.holds("A7", ok=not plain, text=f"{len(plain)} plain resolves wait for nothing")
+
+
+def _look_at_owed(world: World, node: Node) -> None:
+    for front in node.fronts:
+        owed, front.owed = front.owed, {}
+        if front.inner.untold:
+            continue
+        for page, records in owed.items():
+            if not front.inner.doubtful.isdisjoint(record_names(records)):
+                continue
+            clause = "C4" if page in front.failed else "C3"
+            there = front.inner.has(records)
+            front.failed.discard(page)
+            text = f"a page was retired, nothing failed, and {front.name} has not got it"
+            world.judge.holds(clause, ok=there, text=text)
+
+
+def _look_at_landed(world: World, node: Node) -> None:
+    """What was loaded whole is findable, although nobody waits for it any more (A4)."""
+    landed, node.landed, spoilt = node.landed, [], node.spoilt
+    node.spoilt = set()
+    if world.setting.manual or len(node.pools) > 1 or node.open or not (node.cache and node.keep):
+        return  # somebody may have taken its place since
+    for page in landed:
+        chain = world.prompts.chain_to(page)
+        if page in spoilt or chain is None or node.pools[0].probe(chain) == len(chain):
+            world.judge.counts.clauses["A4"] += page not in spoilt
+        elif node.pools[0].probe(chain[:-1]) == len(chain) - 1:
+            world.judge.holds("A4", ok=False, text="a page landed whole, after its page before, and is not findable")
+
+
+# Calls
+
+
+def called(world: World, node: Node, front: Front, call: Call) -> None:
+    """Judge a call that the store makes."""
+    judge = world.judge
+    judge.holds("A9", ok=world.now <= call.deadline + SLACK_S, text=f"{call.verb} was issued after its deadline")
+    if call.verb == "lookup":
+        known = any(math.isclose(call.deadline, asked.deadline) for asked in node.open)
+        judge.holds("A20", ok=known, text="a look-up with a deadline that no resolve has")
+    elif call.verb == "load":
+        _load_called(world, node, front, call)
+
+
+def _load_called(world: World, node: Node, front: Front, call: Call) -> None:
+    pages = page_names(call.keys)
+    for page in pages:
+        node.landing.setdefault(page, []).append(call)
+    shards = int(call.keys["shards"][0])
+    most = max(node.loading(front).values())
+    readers = len(node.pools) * max(1, node.tp // shards)
+    world.judge.holds("A16", ok=most <= readers, text=f"a record is being loaded {most} times at once")
+    if len(node.pools) == 1 and not world.setting.manual:
+        keys = np.ascontiguousarray(call.keys["page_key"])
+        again = sum(node.pools[0].probe(keys[at : at + 1]) for at in range(len(keys)))
+        world.judge.holds("A17", ok=not again, text=f"{again} pages are loaded that are resident")
+
+
+def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | None, codes: Codes) -> None:
+    """A load of a tier has ended."""
+    late = world.now > call.deadline
+    whole = fault is None and bool((np.asarray(codes) == Code.OK).all())
+    world.judge.reached(f"load {'ok' if whole else 'failed'}{' late' if late else ''}")
+    world.judge.counts.clauses["A3"] += late
+    for name, page in zip(record_names(call.keys), page_names(call.keys), strict=True):
+        calls = node.landing.get(page, [])
+        if call in calls:
+            calls.remove(call)
+        if not whole or name in front.inner.doubtful:
+            node.spoilt.add(page)
+        if not calls:
+            node.landing.pop(page, None)
+            node.landed.append(page)
+
+
+# The end
+
+
+def finish(world: World) -> None:
+    """End all that is open, and judge what is left."""
+    for node in world.nodes:
+        node.store.set_prefix_cache(True)
+        node.store.set_retention(True)
+        node.cache = node.keep = True
+        for front in node.fronts:
+            front.frozen = False
+    _serve_all(world)
+    for node in world.nodes:
+        _let_go(world, node)
+    _serve_all(world)
+    for node in world.nodes:
+        _idle(world, node)
+        _restore(world, node)
+        _idle(world, node)
+    world.judge.raise_found()
+
+
+def _serve_all(world: World) -> None:
+    """Serve until nobody waits for anything."""
+    for _ in range(MOST_ROUNDS):
+        served = [world.serve(node) for node in world.nodes]
+        world.look(audit=False)
+        if any(served):
+            continue
+        waits = any(node.open or node.waited or any(front.calls for front in node.fronts) for node in world.nodes)
+        if not waits or math.isinf(world.next_s):
+            return
+        world.loop.advance(world.next_s)
+    world.judge.broken("R5", f"still something to do after {MOST_ROUNDS} rounds")
+
+
+def _let_go(world: World, node: Node) -> None:
+    for asked in node.asked.values():
+        if asked.prefix is not None:
+            asked.prefix.release()
+    node.asked.clear()
+    for live in node.live.values():
+        if not live.req.preempted:
+            world.check_rows(node, live)
+            node.store.retire(live.req)
+        else:
+            live.req.release()
+    node.live.clear()
+    for pin in node.pins.values():
+        node.store.unpin(pin)
+    node.pins.clear()
+
+
+def _idle(world: World, node: Node) -> None:
+    judge = world.judge
+    gauges = {name: count for name, count in node.store.stats().gauges.items() if count}
+    judge.holds("R8", ok=not gauges, text=f"nothing goes on, and still: {gauges}")
+    for pool in node.pools:
+        pool.check_books()
+        now = pool.gauges()
+        left = now.held, now.pinned, now.entitled, now.requests, now.holds, now.reservations
+        judge.holds("R8", ok=not any(left), text=f"nothing goes on, and still: {now}")
+    for front in node.fronts:
+        stats = front.stats()
+        judge.holds("A6", ok=not stats["leases"], text=f"{front.name}: {stats['leases']} leases are left")
+        judge.holds("R8", ok=not stats["operations"], text=f"{front.name}: operations are left")
+
+
+def _restore(world: World, node: Node) -> None:
+    """With nothing on the device, what tiers have comes back as it was, or not at all (R7)."""
+    node.store.set_retention(False)
+    node.store.set_retention(True)
+    for stream in range(len(PARENTS)):
+        scope, rank = stream % len(SCOPES), stream % len(node.pools)
+        tokens = world.prompts.tokens(stream, world.prompts.length - 1)
+        policy, deadline = ResolvePolicy(deadline_s=5.0), world.now + 5.0
+        work = node.store.resolve_prefix(str(rank), tokens, SCOPES[scope], policy)
+        task = world.loop.create_task(work)
+        asked = Asked(rank, stream, scope, len(tokens), policy, deadline, world.step, CancelToken(), task)
+        node.asked[-1 - stream] = asked
+        _serve_all(world)
+        if asked.prefix is not None:
+            world.judge.holds("R7", ok=asked.judged)
+            world.judge.reached("restored" if asked.prefix.hit_tokens else "not restored")
+            asked.prefix.release()
+        node.asked.clear()
+    _serve_all(world)
