@@ -179,8 +179,9 @@ class StoreCore:
         self.resetter.conclude()
         await self.resolver.conclude()
         self.pins.clear()
-        await settled(self.loads.pending, deadline)
-        await settled(self._submitted(), deadline)
+        while going := (*self.loads.pending, *self._submitted()):  # what ends may begin another: a retry
+            if not await settled(going, deadline):
+                break
         self.sealer.give_up_shed()
         while self._stop:
             self._stop.pop()()

@@ -148,7 +148,7 @@ def run_for(machine: Machine, seconds: float, *, kill: bool) -> None:
     if kill:
         threading.Timer(seconds / 2, lambda: machine.tiers[1].close(time.monotonic() + CALM_S)).start()
     for thread in threads:
-        thread.join(CALM_S)
+        thread.join(seconds + CALM_S)
     stop.set()
     operator.join(CALM_S)
     assert not errors, errors

@@ -211,6 +211,10 @@ class Node:
         setting: of the world.
         shelves: the tiers that all processes share, by name.
         loop: of the world.
+
+    Attributes:
+        landing: records that have come, of each page that is being loaded.
+        spoilt: those of them of which one did not come whole.
     """
 
     def __init__(
@@ -243,8 +247,7 @@ class Node:
         self.saves: list[Saved] = []
         self.waited: dict[int, Waited] = {}
         self.pins: dict[int, int] = {}
-        self.landing: dict[bytes, list[Call]] = {}
-        self.landed: list[bytes] = []
+        self.landing: dict[bytes, int] = {}
         self.spoilt: set[bytes] = set()
         self.cache = self.keep = True
 

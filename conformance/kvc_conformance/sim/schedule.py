@@ -14,14 +14,14 @@ from kvcontract.core.lane import ManualLane
 from kvcontract.tiers.fault import FAULTS_OF
 
 MOST_OPEN: Final = 5
-MOST_LIVE: Final = 4
+MOST_LIVE: Final = 3
 FAULTY: Final = 0.16
 """Share of answers that something befalls."""
 
 HANDED_OFF: Final = 0.15
 """Share of seals that another engine counts on."""
 
-PLAIN_DEADLINES_S: Final = (0.02, 0.5, 2.0, 15.0)
+PLAIN_DEADLINES_S: Final = (0.02, 0.5, 15.0, 15.0)
 FULL_DEADLINES_S: Final = (0.02, 0.2, 0.6)
 
 
@@ -58,8 +58,8 @@ class Schedule:
         weights = {
             "resolve": 3.0 * (len(node.asked) < MOST_OPEN),
             "cancel": 0.35 * opened,
-            "drop": 0.25 * ready,
-            "begin": 4.0 * (ready > 0 and len(node.live) < MOST_LIVE),
+            "drop": 0.35 * ready,
+            "begin": 2.5 * (ready > 0 and len(node.live) < MOST_LIVE),
             "step": 2.5 * len(running),
             "preempt": 0.1 * len(running),
             "resume": 1.5 * (len(node.live) - len(running)),
@@ -72,10 +72,10 @@ class Schedule:
             "pin": 0.15,
             "unpin": 0.2 * len(node.pins),
             "switch": 0.12 if node.cache and node.keep else 1.0,
-            "drain": 0.6,
-            "answer": 4.0 * math.sqrt(calls),
+            "drain": 1.2,
+            "answer": 5.0 * math.sqrt(calls),
             "lane": 5.0 * (jobs > 0),
-            "tick": (0.25 if calls or jobs else 1.5) * (not math.isinf(world.next_s)),
+            "tick": (0.15 if calls or jobs else 1.5) * (not math.isinf(world.next_s)),
             "sleep": 0.15,
             "freeze": 0.08 if not frozen else 0.7,
             "die": 0.06,

@@ -90,21 +90,23 @@ class World:
         Raises:
             Violation: something does not hold.
         """
+        before = self.now
         if not VERBS[action["do"]](self, action):
             return False
         self.step += 1
         self.judge.counts.choices += 1
         self.loop.settle()
-        self.look(audit=self.step % AUDIT_EVERY == 0)
+        alone = before == self.now and action["do"] != "die"
+        self.look(audit=self.step % AUDIT_EVERY == 0, only=self.node(action) if alone else None)
         return True
 
-    def look(self, *, audit: bool) -> None:
-        """Judge everything.
+    def look(self, *, audit: bool, only: Node | None = None) -> None:
+        """Judge everything, or one process.
 
         Raises:
             Violation: something does not hold.
         """
-        for node in self.nodes:
+        for node in self.nodes if only is None else (only,):
             watch.look(self, node)
             if audit:
                 for pool in node.pools:
@@ -168,11 +170,12 @@ class World:
     def answer(self, node: Node, front: Front, call: Call, fault: Fault | None) -> None:
         """Let a call through, and note what it does to what is known of the tier."""
         if call.verb == "save":
-            kind, names = None if fault is None else fault.kind, record_names(call.keys)
+            kind = None if fault is None else fault.kind
+            written = [name for name in record_names(call.keys) if name not in front.inner.kept]
             if kind in (FaultKind.LIE, FaultKind.FLIP):
-                front.inner.doubtful.update(names)
+                front.inner.doubtful.update(written)
             elif kind is None:
-                front.inner.doubtful.difference_update(names)
+                front.inner.doubtful.difference_update(written)
         self.watch(node, front, call, fault)
         front.answer(call, fault)
         front.late.pop(call, None)
