@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvcontract.core.pending import Pending, all_of, wait_until
-from kvcontract.tiers.base import Level, Tier
+from kvcontract.tiers.base import Clock, Level, Tier
 
 
 class Barriers:
@@ -20,11 +20,15 @@ class Barriers:
     Args:
         tiers: all of them.
         submitted: gives what has to settle first, as it is when a barrier is asked for.
+        clock: what deadlines are measured on.
     """
 
-    def __init__(self, tiers: Sequence[Tier], submitted: Callable[[], Sequence[Pending[Any]]]) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], submitted: Callable[[], Sequence[Pending[Any]]], clock: Clock
+    ) -> None:
         self._tiers = tuple(tiers)
         self._submitted = submitted
+        self._clock = clock
         self._last: Pending[None] = Pending.of(None)
 
     def ask(self, level: Level, deadline: float) -> Pending[bool]:
@@ -37,6 +41,9 @@ class Barriers:
         tiers = [tier for tier in self._tiers if level != "durable" or tier.capabilities.persistent]
 
         def flush(_: object) -> None:
+            if self._clock() > deadline:  # A9: whoever asked has been told
+                end((False,))
+                return
             all_of([tier.flush(level, deadline) for tier in tiers]).on_done(end)
 
         def end(reached: tuple[bool, ...]) -> None:

@@ -158,7 +158,7 @@ class StoreCore:
         self.explanations = Explanations(self._known_elsewhere)
         answers = Answers(self.part, self.tiers, self.tally, self.explanations)
         self.resolver = Resolver(self.keyer, self.fetcher, answers, self.tally, soon=clock.soon, tell=tell)
-        self.barriers = Barriers(self.tiers, self._submitted)
+        self.barriers = Barriers(self.tiers, self._submitted, clock.time)
         self.pins = Pins(self.options.pin_budget, self.options.scope_pin_quota, clock.later)
         self.switches = Switches(ranks)
         self.resetter = Resetter(ranks, self.known, self._busy, self.pins.clear)

@@ -20,6 +20,7 @@ import numpy as np
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.tiers.base import (
+    RECORD_KEY,
     Buffers,
     Capabilities,
     Code,
@@ -65,6 +66,7 @@ FAULTS_OF: Final[dict[str, tuple[FaultKind, ...]]] = {
         FaultKind.LIE,
         FaultKind.DUPLICATE,
     ),
+    "flush": (FaultKind.FAIL,),
 }
 """What can befall the answer of each verb."""
 
@@ -92,10 +94,11 @@ class Call:
 
     Attributes:
         number: of the tier's calls, from 0.
-        verb: ``lookup``, ``load`` or ``save``.
-        keys: [n], of the records it is about.
+        verb: ``lookup``, ``load``, ``save`` or ``flush``.
+        keys: [n], of the records it is about; of a flush, none.
         deadline: what the caller gave; on the clock of the tier below.
         cls: of a save.
+        level: of a flush.
         ghost: a second copy of a save, which nobody waits for.
     """
 
@@ -109,6 +112,7 @@ class Call:
     rows: Rows | None = None
     cls: SaveClass = SaveClass.CACHEABLE
     handoff: str | None = None
+    level: Level = "landed"
     ghost: bool = False
 
     def __len__(self) -> int:
@@ -176,6 +180,11 @@ class FaultTier:
         call = Call(next(self._numbers), "save", keys, deadline, Pending(), buffers, cls=cls, handoff=handoff)
         return self._keep(call)
 
+    def flush(self, level: Level, deadline: float) -> Pending[bool]:
+        """Kept until it is answered, and every save that was made before it."""
+        nothing = np.zeros(0, RECORD_KEY)
+        return self._keep(Call(next(self._numbers), "flush", nothing, deadline, Pending(), level=level))
+
     def _keep(self, call: Call) -> Pending[Any]:
         self.calls.append(call)
         for tell in self._listeners:
@@ -197,8 +206,10 @@ class FaultTier:
             self._look(call, fault)
         elif call.verb == "load":
             self._load(call, fault)
-        else:
+        elif call.verb == "save":
             self._save(call, fault)
+        else:
+            self._flush(call, fault)
 
     def lose(self) -> None:
         """Forget every record and fail whatever waits: the place behind the tier died, and is back, empty."""
@@ -208,6 +219,8 @@ class FaultTier:
         for call in calls:
             if call.verb == "lookup":
                 call.out.settle(Lease.nothing(self.name, len(call), failed=True))
+            elif call.verb == "flush":
+                call.out.settle(False)
             else:
                 call.out.settle(_codes(call, Code.FAILED))
 
@@ -279,18 +292,22 @@ class FaultTier:
 
         op.on_done(pass_on)
 
+    def _flush(self, call: Call, fault: Fault | None) -> None:
+        if fault is not None:
+            call.out.settle(False)
+            return
+        before = [item.out for item in self.calls if item.verb == "save" and not item.ghost and item.number < call.number]
+
+        def ask(_: object) -> None:
+            self.inner.flush(call.level, math.inf).on_done(call.out.settle)
+
+        all_of(before).on_done(ask)
+
     # Straight through
 
     def discard(self, lease: Lease, rows: Rows) -> None:
         """Straight through."""
         self.inner.discard(lease, rows)
-
-    def flush(self, level: Level, deadline: float) -> Pending[bool]:
-        """Once every save that waits now has been answered, the tier below is asked."""
-        saves = [call.out for call in self.calls if call.verb == "save" and not call.ghost]
-        flushed: Pending[bool] = Pending()
-        all_of(saves).on_done(lambda _: self.inner.flush(level, deadline).on_done(flushed.settle))
-        return flushed
 
     def release_handoff(self, lease_id: str) -> None:
         """Straight through."""
@@ -303,7 +320,7 @@ class FaultTier:
     def close(self, deadline: float) -> bool:
         """Whether nothing waits; the tier below stays open."""
         del deadline
-        return not any(not call.ghost for call in self.calls)
+        return not any(call.verb != "flush" and not call.ghost for call in self.calls)
 
 
 class TellingFaultTier(FaultTier):

@@ -21,7 +21,7 @@ FAULTY: Final = 0.16
 HANDED_OFF: Final = 0.15
 """Share of seals that another engine counts on."""
 
-PLAIN_DEADLINES_S: Final = (0.02, 0.5, 15.0, 15.0)
+PLAIN_DEADLINES_S: Final = (0.02, 2.0, 15.0, 15.0, 15.0)
 FULL_DEADLINES_S: Final = (0.02, 0.2, 0.6)
 
 
@@ -57,7 +57,7 @@ class Schedule:
         frozen = sum(front.frozen for front in node.fronts)
         weights = {
             "resolve": 3.0 * (len(node.asked) < MOST_OPEN),
-            "cancel": 0.35 * opened,
+            "cancel": 0.25 * opened,
             "drop": 0.35 * ready,
             "begin": 2.5 * (ready > 0 and len(node.live) < MOST_LIVE),
             "step": 2.5 * len(running),
@@ -73,12 +73,12 @@ class Schedule:
             "unpin": 0.2 * len(node.pins),
             "switch": 0.12 if node.cache and node.keep else 1.0,
             "drain": 1.2,
-            "answer": 5.0 * math.sqrt(calls),
-            "lane": 5.0 * (jobs > 0),
-            "tick": (0.15 if calls or jobs else 1.5) * (not math.isinf(world.next_s)),
-            "sleep": 0.15,
+            "answer": 10.0 * math.sqrt(calls),
+            "lane": 10.0 * (jobs > 0),
+            "tick": (0.05 if calls or jobs else 1.5) * (not math.isinf(world.next_s)),
+            "sleep": 0.08,
             "freeze": 0.08 if not frozen else 0.7,
-            "die": 0.06,
+            "die": 0.04,
             "evict": 0.15,
             "crash": 0.07,
             "close": 0.04,
@@ -188,10 +188,10 @@ class Schedule:
         fault = None
         if rng.random() < FAULTY:
             kinds = [str(kind) for kind in FAULTS_OF[ready[at].verb]]
-            fault = rng.choice([*kinds, "stale", "delay", "delay"])
+            fault = rng.choice([*kinds, *kinds, "stale", "delay", "delay"])
         action |= {"tier": tier, "call": at, "fault": fault, "at": rng.randrange(8)}
         if fault == "delay":
-            action["delay_s"] = rng.choice((0.03, 1.0, 20.0))
+            action["delay_s"] = rng.choice((0.03, 0.3, 20.0))
 
     def _sleep(self, action: Action, world: World, node: Node) -> None:
         del world, node

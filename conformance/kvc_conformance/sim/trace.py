@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import warnings
@@ -142,8 +143,13 @@ def _play(prompts: Prompts, setting: Setting, following: Next) -> Played:
 
 @contextmanager
 def _world(prompts: Prompts, setting: Setting) -> Iterator[World]:
-    """A world; exceptions that nobody catches and resources that nobody returns are violations."""
+    """A world; exceptions that nobody catches and resources that nobody returns are violations.
+
+    The collector waits meanwhile: what it finds, and when, depends on what ran before.
+    """
     world = World(prompts, setting)
+    collects = gc.isenabled()
+    gc.disable()
     hook, threading.excepthook = threading.excepthook, lambda args: _uncaught(world.judge, args)
     try:
         with warnings.catch_warnings():
@@ -153,6 +159,8 @@ def _world(prompts: Prompts, setting: Setting) -> Iterator[World]:
     finally:
         threading.excepthook = hook
         world.discard()
+        if collects:
+            gc.enable()
 
 
 def _uncaught(judge: Judge, args: Any) -> None:

@@ -157,10 +157,11 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
 
 def _look_at_gauges(world: World, node: Node) -> None:
     judge, gauges = world.judge, node.store.stats().gauges
-    pinned = 0
+    pinned = reserved = 0
     for pool in node.pools:
         now = pool.gauges()
         pinned += now.pinned
+        reserved += now.reservations
         whole = now.free + now.cached + now.held == now.total
         judge.holds("R8", ok=whole, text=f"free {now.free} + cached {now.cached} + held {now.held} of {now.total}")
         left = now.free + now.cached - now.entitled
@@ -168,6 +169,8 @@ def _look_at_gauges(world: World, node: Node) -> None:
     saving = node.saving()
     if saving:
         judge.holds("C1", ok=pinned >= len(saving), text=f"{pinned} pages pinned, {len(saving)} being saved")
+    if any(call.verb == "load" for front in node.fronts for call in front.calls):
+        judge.holds("A3", ok=reserved > 0, text="a tier is loading, and no pages are kept for it")
     leases = sum(lease.active for front in node.fronts for lease in front.leases)
     opened, loads = node.open, gauges["loads"]
     if not opened and not loads:
@@ -257,7 +260,6 @@ def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | No
     late = world.now > call.deadline
     whole = fault is None and bool((np.asarray(codes) == Code.OK).all())
     world.judge.reached(f"load {'ok' if whole else 'failed'}{' late' if late else ''}")
-    world.judge.counts.clauses["A3"] += late
     for name, page in zip(record_names(call.keys), page_names(call.keys), strict=True):
         node.landing[page] = node.landing.get(page, 0) + 1
         if not whole or name in front.inner.doubtful:

@@ -256,8 +256,8 @@ def _bury(node: Node) -> None:
     """Let go of what a process had; nobody judges it any more."""
     for asked in node.asked.values():
         asked.task.cancel()
-        if asked.prefix is not None:
-            asked.prefix.release()
+        if asked.task.done() and not asked.task.cancelled() and asked.task.exception() is None:
+            asked.task.result().release()
     for waited in node.waited.values():
         waited.task.cancel()
     for live in node.live.values():
