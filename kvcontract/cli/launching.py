@@ -27,10 +27,15 @@ _FIXED: dict[str, Any] = {
     ],
 }
 
+_MAYBE_NAMED = Annotated[str | None, typer.Argument(help="The model's name; small samples if none is given.")]
+
 
 def with_source(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command the shared parameters; it receives their values as a dict, before its own."""
+    return _with_source(command, named=True)
 
+
+def _with_source(command: Callable[..., int], *, named: bool) -> Callable[..., int]:
     @functools.wraps(command)
     def wrapped(**given: Any) -> int:
         shared = {name: given.pop(name) for name in (*_FIXED, *_core_names())}
@@ -39,10 +44,11 @@ def with_source(command: Callable[..., int]) -> Callable[..., int]:
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    defaults = dict.fromkeys(_FIXED) | {"name": inspect.Parameter.empty}
+    kinds = _FIXED if named else {**_FIXED, "name": _MAYBE_NAMED}
+    defaults = dict.fromkeys(_FIXED) | ({"name": inspect.Parameter.empty} if named else {})
     fixed = [
         inspect.Parameter(name, keyword, annotation=kind, default=defaults[name])
-        for name, kind in _FIXED.items()
+        for name, kind in kinds.items()
     ]
     core = [inspect.Parameter(name, keyword, annotation=kind, default=None) for name, kind in _core_flags()]
     parameters = [*fixed, *core, *(item.replace(kind=keyword) for item in own)]
@@ -61,6 +67,21 @@ def with_model(command: Callable[..., int]) -> Callable[..., int]:
         return command(_open(shared), **own)
 
     return opened
+
+
+def with_optional_model(command: Callable[..., int]) -> Callable[..., int]:
+    """Like `with_model`, for a command that also runs without a name; it receives None then."""
+
+    @functools.wraps(command)
+    def opened(shared: dict[str, Any], **own: Any) -> int:
+        if shared["name"] is not None:
+            return command(_open(shared), **own)
+        given = [name for name, value in shared.items() if value]
+        if given:
+            raise UsageFault(f"without a model's name nothing can be said of {', '.join(given)}")
+        return command(None, **own)
+
+    return _with_source(opened, named=False)
 
 
 def _core_names() -> tuple[str, ...]:

@@ -19,6 +19,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "check": ("kvcontract.cli.check", "Check a declaration statically; all findings at once."),
     "inspect": ("kvcontract.cli.inspect", "Show a declaration's bytes, arena by arena."),
     "conformance": ("kvcontract.cli.conformance", "Certify a plugin."),
+    "simulate": ("kvcontract.cli.simulate", "Simulate stores under faults, seed by seed."),
+    "replay": ("kvcontract.cli.replay", "Play the trace of a simulation again."),
     "explain": ("kvcontract.cli.explain", "Explain one clause of the contract, or list them all."),
     "help": ("kvcontract.cli.exit_codes", "Explain a topic; so far: exit-codes."),
 }

@@ -279,9 +279,7 @@ class FaultTier:
         if kind in (FaultKind.FLIP, FaultKind.DUPLICATE):
             buffers = _copied(buffers, at if kind is FaultKind.FLIP else None)
         if kind is FaultKind.DUPLICATE:
-            again = replace(
-                call, number=next(self._numbers), buffers=buffers, out=Pending(), ghost=True
-            )
+            again = replace(call, number=next(self._numbers), buffers=buffers, out=Pending(), ghost=True)
             self.calls.append(again)
         op = self.inner.save(call.keys[done], buffers, call.cls, math.inf, handoff=call.handoff)
 
@@ -296,7 +294,11 @@ class FaultTier:
         if fault is not None:
             call.out.settle(False)
             return
-        before = [item.out for item in self.calls if item.verb == "save" and not item.ghost and item.number < call.number]
+        before = [
+            item.out
+            for item in self.calls
+            if item.verb == "save" and not item.ghost and item.number < call.number
+        ]
 
         def ask(_: object) -> None:
             self.inner.flush(call.level, math.inf).on_done(call.out.settle)

@@ -1,1 +1,1 @@
-"""A deterministic simulator of stores: virtual time, seeded schedules, faults as data, the production code."""
+"""A deterministic simulator of stores: virtual time, seeded schedules, faults as data."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 
-class Violation(Exception):  # noqa: N818 - a finding about the runtime, not an error of ours
+class Violation(Exception):
     """Something that must hold did not.
 
     Attributes:

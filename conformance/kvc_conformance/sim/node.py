@@ -1,4 +1,4 @@
-"""One simulated process: a store with its ranks and its own ends of the tiers, and what callers hold of it."""
+"""One simulated process: a store, its ranks, its own ends of the tiers, and what callers hold of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -14,9 +14,10 @@ import numpy as np
 from kvc_conformance.sim.loop import VirtualLoop
 from kvc_conformance.sim.prompts import SECRET, SPACE, Memory, Prompts
 from kvc_conformance.sim.setting import AMPLE, Setting, TierSetting
-from kvcontract.contract.wire import parts, wire_record
+from kvcontract.contract.wire import WireRecord, parts, wire_record
 from kvcontract.core.lane import InlineLane, ManualLane
 from kvcontract.core.pending import Pending
+from kvcontract.memory.copy import holds
 from kvcontract.pool.index import Keys
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.request import RequestKv
@@ -213,6 +214,7 @@ class Node:
         loop: of the world.
 
     Attributes:
+        readers: workers that need each shard's record of a page.
         landing: records that have come, of each page that is being loaded.
         spoilt: those of them of which one did not come whole.
     """
@@ -222,6 +224,7 @@ class Node:
     ) -> None:
         self.number, self.prompts = number, prompts
         self.tp = setting.degrees[number]
+        self.readers = readers(prompts, self.tp)
         self.lane = ManualLane() if setting.manual else InlineLane()
         self.pools = [BlockPool(setting.pages, prompts.page) for _ in range(setting.ranks)]
         self.memory = [
@@ -286,9 +289,19 @@ class Node:
 
     def right(self, item: Live | Asked, pages: Sequence[int], tokens: int) -> bool:
         """Whether the first tokens of a stream lie on these pages, for every worker."""
-        return all(
-            memory.right(pages, item.stream, item.scope, tokens) for memory in self.memory[item.rank]
-        )
+        return all(memory.right(pages, item.stream, item.scope, tokens) for memory in self.memory[item.rank])
+
+
+def readers(prompts: Prompts, tp: int) -> tuple[int, ...]:
+    """By shard, how many of the workers read its records."""
+    records = _wire(prompts)
+    return tuple(sum(holds(record, worker, tp) for worker in range(tp)) for record in records)
+
+
+def _wire(prompts: Prompts) -> list[WireRecord]:
+    part = parts(prompts.model)[0]
+    shards = part.shards(max(prompts.degrees))
+    return [wire_record(prompts.model, part, shard, shards) for shard in range(shards)]
 
 
 def records_of(prompts: Prompts, keys: Keys) -> RecordKeys:
@@ -307,10 +320,7 @@ def make_shelf(prompts: Prompts, setting: TierSetting, clock: Clock) -> Shelf:
 
 def page_bytes(prompts: Prompts) -> int:
     """Bytes of all records of a page."""
-    part = parts(prompts.model)[0]
-    shards = part.shards(max(prompts.degrees))
-    records = [wire_record(prompts.model, part, shard, shards) for shard in range(shards)]
-    return sum(record.payload_bytes + header_bytes(len(record.segments)) for record in records)
+    return sum(record.payload_bytes + header_bytes(len(record.segments)) for record in _wire(prompts))
 
 
 def page_names(keys: RecordKeys) -> list[bytes]:

@@ -88,7 +88,9 @@ class Prompts:
             for scope in range(len(SCOPES))
         }
         self._where = {
-            keys[page].tobytes(): (name, page) for name, keys in self._keys.items() for page in range(len(keys))
+            keys[page].tobytes(): (name, page)
+            for name, keys in self._keys.items()
+            for page in range(len(keys))
         }
         self.image = functools.cache(self._image)
 
@@ -155,7 +157,9 @@ class Memory:
         space = layout(prompts.model, worker, tp).space(SPACE)
         self.binding = Binding.allocate(space, blocks)
         self._prompts, self._worker, self._tp = prompts, worker, tp
-        self._targets = [self._target(arena, field) for arena in prompts.model.arenas for field in arena.fields]
+        self._targets = [
+            self._target(arena, field) for arena in prompts.model.arenas for field in arena.fields
+        ]
 
     def _target(self, arena: Arena, field: Field) -> tuple[Rows, int, int]:
         view = self.binding.views[arena.name, field.name]

@@ -18,8 +18,18 @@ MOST_LIVE: Final = 3
 FAULTY: Final = 0.16
 """Share of answers that something befalls."""
 
+IN_ORDER: Final = 0.6
+"""Share of answers that come to the oldest call."""
+
+FULL_HIT: Final = 0.2
+FULL_PAGES: Final = 0.5
+OTHER_SCOPE: Final = 0.2
+"""Shares of resolves; of full hits, those that may cover the prompt."""
+
 HANDED_OFF: Final = 0.15
-"""Share of seals that another engine counts on."""
+SEALED_AGAIN: Final = 0.3
+REVERTED: Final = 0.06
+"""Shares of seals, seals, and steps."""
 
 PLAIN_DEADLINES_S: Final = (0.02, 2.0, 15.0, 15.0, 15.0)
 FULL_DEADLINES_S: Final = (0.02, 0.2, 0.6)
@@ -89,15 +99,19 @@ class Schedule:
 
     def _resolve(self, action: Action, world: World, node: Node) -> None:
         rng = self._rng
-        full = rng.random() < 0.2
+        full = rng.random() < FULL_HIT
         deadline = rng.choice(FULL_DEADLINES_S if full else PLAIN_DEADLINES_S)
         action |= {
             "id": next(self._ids),
             "rank": rng.randrange(len(node.pools)),
             "stream": rng.randrange(len(PARENTS)),
-            "scope": int(rng.random() < 0.2) % len(SCOPES),
+            "scope": int(rng.random() < OTHER_SCOPE) % len(SCOPES),
             "tokens": rng.randint(1, world.prompts.length - 1),
-            "policy": {"deadline_s": deadline, "full_hit": full, "full_pages": full and rng.random() < 0.5},
+            "policy": {
+                "deadline_s": deadline,
+                "full_hit": full,
+                "full_pages": full and rng.random() < FULL_PAGES,
+            },
         }
 
     def _cancel(self, action: Action, world: World, node: Node) -> None:
@@ -116,7 +130,7 @@ class Schedule:
     def _step(self, action: Action, world: World, node: Node) -> None:
         del world
         running = [number for number, live in node.live.items() if not live.req.preempted]
-        size, revert = self._rng.randint(1, 9), self._rng.random() < 0.06
+        size, revert = self._rng.randint(1, 9), self._rng.random() < REVERTED
         action |= {"id": self._rng.choice(running), "size": size, "revert": revert}
 
     def _preempt(self, action: Action, world: World, node: Node) -> None:
@@ -127,7 +141,7 @@ class Schedule:
 
     def _seal(self, action: Action, world: World, node: Node) -> None:
         self._preempt(action, world, node)
-        action |= {"handoff": self._handoff(action["id"]), "again": self._rng.random() < 0.3}
+        action |= {"handoff": self._handoff(action["id"]), "again": self._rng.random() < SEALED_AGAIN}
 
     def _retire(self, action: Action, world: World, node: Node) -> None:
         self._preempt(action, world, node)
@@ -184,7 +198,7 @@ class Schedule:
         tiers = [number for number, front in enumerate(node.fronts) if front.ready(world.now)]
         tier = rng.choice(tiers)
         ready = node.fronts[tier].ready(world.now)
-        at = 0 if rng.random() < 0.6 else rng.randrange(len(ready))
+        at = 0 if rng.random() < IN_ORDER else rng.randrange(len(ready))
         fault = None
         if rng.random() < FAULTY:
             kinds = [str(kind) for kind in FAULTS_OF[ready[at].verb]]

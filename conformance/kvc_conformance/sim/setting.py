@@ -10,6 +10,16 @@ AMPLE: Final = 0
 """Capacity of a tier in which nothing is ever evicted."""
 
 
+TWO_STORES: Final = 0.3
+TWO_RANKS: Final = 0.2
+PRIVATE_TIER: Final = 0.7
+SHARED_TIER: Final = 0.5
+TELLING: Final = 0.7
+ROOMY: Final = 0.7
+BY_SCHEDULE: Final = 0.5
+"""Shares of the worlds that are so."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierSetting:
     """One tier.
@@ -50,18 +60,20 @@ class Setting:
     @classmethod
     def draw(cls, rng: Random, degrees: tuple[int, ...]) -> Self:
         """A world; `degrees` are those that the model can be cut to."""
-        stores = 2 if rng.random() < 0.3 else 1
+        stores = 2 if rng.random() < TWO_STORES else 1
         chosen = tuple(rng.choice(degrees) for _ in range(stores))
         tiers = []
-        if rng.random() < 0.7:
+        if rng.random() < PRIVATE_TIER:
             tiers.append(TierSetting("dram", shared=False, telling=True, pages=_capacity(rng)))
-        if stores > 1 or not tiers or rng.random() < 0.5:
-            tiers.append(TierSetting("far", shared=True, telling=rng.random() < 0.7, pages=_capacity(rng)))
+        if stores > 1 or not tiers or rng.random() < SHARED_TIER:
+            tiers.append(
+                TierSetting("far", shared=True, telling=rng.random() < TELLING, pages=_capacity(rng))
+            )
         return cls(
             degrees=chosen,
-            ranks=2 if rng.random() < 0.2 else 1,
+            ranks=2 if rng.random() < TWO_RANKS else 1,
             pages=rng.randint(8, 18),
-            manual=rng.random() < 0.5,
+            manual=rng.random() < BY_SCHEDULE,
             save_budget=rng.choice((0.25, 0.5, 1.0)),
             tiers=tuple(tiers),
         )
@@ -78,4 +90,4 @@ class Setting:
 
 
 def _capacity(rng: Random) -> int:
-    return AMPLE if rng.random() < 0.7 else rng.randint(4, 10)
+    return AMPLE if rng.random() < ROOMY else rng.randint(4, 10)

@@ -109,7 +109,9 @@ def run_seed(prompts: Prompts, seed: int, steps: int = STEPS) -> tuple[Setting, 
     setting = Setting.draw(rng, prompts.degrees)
     schedule = Schedule(rng)
     left = iter(range(steps))
-    return setting, _play(prompts, setting, lambda world: None if next(left, None) is None else schedule.draw(world))
+    return setting, _play(
+        prompts, setting, lambda world: None if next(left, None) is None else schedule.draw(world)
+    )
 
 
 def play(prompts: Prompts, setting: Setting, actions: Sequence[Action]) -> Played:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -103,7 +102,9 @@ def _prefix(world: World, node: Node, asked: Asked, prefix: KvPrefix) -> None:
 def _look_at_barrier(world: World, node: Node, number: int, waited: Waited) -> None:
     judge = world.judge
     if not waited.task.done():
-        judge.holds("R5", ok=world.now <= waited.deadline + SLACK_S, text=f"{waited.kind} outlived its deadline")
+        judge.holds(
+            "R5", ok=world.now <= waited.deadline + SLACK_S, text=f"{waited.kind} outlived its deadline"
+        )
         return
     del node.waited[number]
     if waited.task.cancelled():
@@ -130,7 +131,9 @@ def _reached(world: World, node: Node, number: int, waited: Waited) -> None:
     open_ = sum(not item.report.done for item in waited.saves)
     judge.holds("C8", ok=not open_, text=f"{kind}, and {open_} saves from before have not settled")
     flushes = ("landed", "visible", "durable")
-    ahead = [n for n, item in node.waited.items() if n < number and item.kind in flushes and not item.task.done()]
+    ahead = [
+        n for n, item in node.waited.items() if n < number and item.kind in flushes and not item.task.done()
+    ]
     judge.holds("C8", ok=not ahead, text=f"{kind} was told before {len(ahead)} barriers that came first")
     if kind == "durable":
         for front in node.fronts:
@@ -163,7 +166,9 @@ def _look_at_gauges(world: World, node: Node) -> None:
         pinned += now.pinned
         reserved += now.reservations
         whole = now.free + now.cached + now.held == now.total
-        judge.holds("R8", ok=whole, text=f"free {now.free} + cached {now.cached} + held {now.held} of {now.total}")
+        judge.holds(
+            "R8", ok=whole, text=f"free {now.free} + cached {now.cached} + held {now.held} of {now.total}"
+        )
         left = now.free + now.cached - now.entitled
         judge.holds("B5", ok=left >= 0, text=f"promises are {-left} pages above what is available")
     saving = node.saving()
@@ -217,7 +222,7 @@ def _look_at_landed(world: World, node: Node) -> None:
     node.landing, node.spoilt = {}, set()
     if world.setting.manual or len(node.pools) > 1 or node.open or not (node.cache and node.keep):
         return  # somebody may have taken its place since
-    records = max(node.tp, max(world.prompts.degrees))
+    records = sum(node.readers)
     for page, count in landing.items():
         chain = world.prompts.chain_to(page)
         if page in spoilt or count < records or chain is None:
@@ -233,7 +238,9 @@ def _look_at_landed(world: World, node: Node) -> None:
 def called(world: World, node: Node, front: Front, call: Call) -> None:
     """Judge a call that the store makes."""
     judge = world.judge
-    judge.holds("A9", ok=world.now <= call.deadline + SLACK_S, text=f"{call.verb} was issued after its deadline")
+    judge.holds(
+        "A9", ok=world.now <= call.deadline + SLACK_S, text=f"{call.verb} was issued after its deadline"
+    )
     if call.verb == "lookup":
         known = any(math.isclose(call.deadline, asked.deadline) for asked in node.open)
         judge.holds("A20", ok=known, text="a look-up with a deadline that no resolve has")
@@ -242,10 +249,9 @@ def called(world: World, node: Node, front: Front, call: Call) -> None:
 
 
 def _load_called(world: World, node: Node, front: Front, call: Call) -> None:
-    shards = int(call.keys["shards"][0])
-    most = max(node.loading(front).values())
-    readers = len(node.pools) * max(1, node.tp // shards)
-    world.judge.holds("A16", ok=most <= readers, text=f"a record is being loaded {most} times at once")
+    most = len(node.pools) * node.readers[int(call.keys["shard"][0])]
+    times = max(node.loading(front).values())
+    world.judge.holds("A16", ok=times <= most, text=f"a record is being loaded {times} times at once")
     if len(node.pools) == 1 and not world.setting.manual:
         keys = np.ascontiguousarray(call.keys["page_key"])
         first = [at for at, page in enumerate(page_names(call.keys)) if page not in node.landing]
@@ -295,7 +301,9 @@ def _serve_all(world: World) -> None:
         world.look(audit=False)
         if any(served):
             continue
-        waits = any(node.open or node.waited or any(front.calls for front in node.fronts) for node in world.nodes)
+        waits = any(
+            node.open or node.waited or any(front.calls for front in node.fronts) for node in world.nodes
+        )
         if not waits or math.isinf(world.next_s):
             return
         world.loop.advance(world.next_s)

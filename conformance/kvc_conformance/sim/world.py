@@ -79,7 +79,8 @@ class World:
 
     def node(self, action: Action) -> Node:
         """The process that an action is about."""
-        return self.nodes[action["node"] % len(self.nodes)]
+        number: int = action["node"]
+        return self.nodes[number % len(self.nodes)]
 
     def apply(self, action: Action) -> bool:
         """Do one thing, let everything run that can, and judge.
@@ -189,7 +190,9 @@ class World:
 
     def _saved(self, front: Front, call: Call, fault: Fault | None, codes: Codes) -> None:
         honest = fault is None or fault.kind is not FaultKind.LIE
-        for name, page, code in zip(record_names(call.keys), page_names(call.keys), codes.tolist(), strict=True):
+        for name, page, code in zip(
+            record_names(call.keys), page_names(call.keys), codes.tolist(), strict=True
+        ):
             if code == Code.OK:
                 if honest:
                     front.acknowledged[name] = front.inner.losses[name]
@@ -216,7 +219,9 @@ class World:
     def check_rows(self, node: Node, live: Live) -> None:
         """The rows of a request are those of its tokens (R3, R4)."""
         ok = node.right(live, live.req.pages.tolist(), live.req.committed_tokens)
-        self.judge.holds("R3", ok=ok, text=f"rows of a running request of stream {live.stream} are not its own")
+        self.judge.holds(
+            "R3", ok=ok, text=f"rows of a running request of stream {live.stream} are not its own"
+        )
 
     def owe(self, node: Node, keys: Keys, report: Pending[SealReport]) -> None:
         """What was retired has to be in every tier once its saves have landed, or to be told (C3, C4)."""

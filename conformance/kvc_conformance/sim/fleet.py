@@ -1,0 +1,241 @@
+"""Many seeds, in several processes: what they reached, and the first that found something."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from kvc_conformance.sim.judge import Counts
+from kvc_conformance.sim.prompts import Prompts, simulated
+from kvc_conformance.sim.trace import STEPS, Trace, minimal, of, run_seed
+from kvcontract.contract.model import KvModel
+from kvcontract.tiers.fault import FAULTS_OF
+
+CHUNK: Final = 50
+"""Seeds that a process plays between two reports."""
+
+FAULTS: Final = (
+    *(f"{kind} {verb}" for verb, kinds in FAULTS_OF.items() for kind in kinds),
+    *(f"{kind} {verb}" for verb in FAULTS_OF for kind in ("stale", "delay", "overtake")),
+    "freeze",
+    "die",
+    "evict",
+    "crash",
+)
+"""Everything that can befall a world."""
+
+TERMINALS: Final = (
+    *(f"resolve {end}" for end in ("hit", "miss", "degraded", "cancelled", "refused")),
+    *(f"load {end}" for end in ("ok", "failed", "ok late", "failed late")),
+    *(f"save {end}" for end in ("ok", "failed", "shed")),
+    *(f"{level} {end}" for level in ("landed", "visible", "durable") for end in ("reached", "missed")),
+    *("loads reached", "barrier left", "handoff settled", "handoff not settled"),
+    *("reset done", "reset not done", "close drained", "close leaked"),
+    *("admission ok", "admission later", "admission never", "step ok", "step reverted"),
+    *("request retired", "request released", "request preempted", "resume ok", "resume later"),
+    *("restored", "not restored"),
+)
+"""Every way in which something can end."""
+
+CLAUSES: Final = (
+    *("A1", "A2", "A3", "A4", "A5", "A6", "A7", "A9", "A10", "A11", "A12", "A13", "A15", "A16", "A17"),
+    *("A18", "A20", "A24", "B4", "B5", "B21", "C1", "C3", "C4", "C5", "C6", "C7", "C8", "C9", "C10", "C11"),
+    *("D2", "E7", "I6", "R2", "R3", "R4", "R5", "R7", "R8"),
+)
+"""Every clause that is judged."""
+
+Progress = Callable[[int], object]
+
+
+@dataclass(slots=True)
+class Summary:
+    """What some seeds came to.
+
+    Attributes:
+        seeds: that were played.
+        counts: what they reached.
+        choices: of each seed.
+        failed: seeds that found something.
+        trace: the first of those, cut down.
+    """
+
+    seeds: int = 0
+    counts: Counts = field(default_factory=Counts)
+    choices: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    trace: Trace | None = None
+
+    @property
+    def median_choices(self) -> float:
+        """Choice points of a seed."""
+        return statistics.median(self.choices) if self.choices else 0.0
+
+    @property
+    def unreached(self) -> list[str]:
+        """What should have happened, and did not."""
+        wanted = (
+            (FAULTS, self.counts.faults),
+            (TERMINALS, self.counts.terminals),
+            (CLAUSES, self.counts.clauses),
+        )
+        return [name for names, found in wanted for name in names if not found[name]]
+
+    def as_json(self, seconds: float) -> dict[str, Any]:
+        """As plain JSON."""
+        counts, trace = self.counts, self.trace
+        found = None
+        if trace is not None and trace.violation is not None:
+            found = {"seed": trace.seed, "clause": trace.violation[0], "text": trace.violation[1]}
+        return {
+            "schema": "kvc.simulation/1",
+            "seeds": self.seeds,
+            "seconds": round(seconds, 3),
+            "median_choices": self.median_choices,
+            "violation": found,
+            "unreached": self.unreached,
+            "faults": dict(sorted(counts.faults.items())),
+            "terminals": dict(sorted(counts.terminals.items())),
+            "clauses": dict(sorted(counts.clauses.items())),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The counts as text, one line a kind."""
+        for title, names, found in (
+            ("faults", FAULTS, self.counts.faults),
+            ("terminals", TERMINALS, self.counts.terminals),
+            ("clauses", CLAUSES, self.counts.clauses),
+        ):
+            yield title
+            for name in (*names, *sorted(set(found) - set(names))):
+                yield f"  {name:<22} {found[name]:>12,}"
+
+
+def simulate(
+    models: Sequence[KvModel],
+    seeds: range,
+    *,
+    jobs: int | None = None,
+    steps: int = STEPS,
+    progress: Progress | None = None,
+) -> Summary:
+    """Play seeds until all are done, or one has found something.
+
+    Args:
+        models: seed n plays the one with number n modulo theirs.
+        seeds: which.
+        jobs: processes; None: one for each core.
+        steps: actions of a seed.
+        progress: told how many seeds are done.
+
+    Raises:
+        UsageFault: a model that cannot be simulated.
+    """
+    small = [simulated(model) for model in models]
+    summary, tell = Summary(), progress or (lambda _: None)
+    documents = tuple(model.model_dump_json() for model in small)
+    chunks = (seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK))
+    count = jobs or os.cpu_count() or 1
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=spawn, initializer=_prepare, initargs=(documents,)) as pool:
+        open_: set[Future[_Chunk]] = set()
+        while True:
+            for chunk in chunks:
+                open_.add(pool.submit(_play_chunk, chunk, steps))
+                if len(open_) > 2 * count:
+                    break
+            if not open_:
+                break
+            done, open_ = wait(open_, return_when=FIRST_COMPLETED)
+            for future in done:
+                _add(summary, future.result())
+                tell(summary.seeds)
+            if summary.failed:
+                for future in open_:
+                    future.cancel()
+                break
+    if summary.failed:
+        first = min(summary.failed)
+        summary.trace = _cut_down(small[first % len(small)], first, steps)
+    return summary
+
+
+def first_found(prompts: Prompts, seeds: range, steps: int = STEPS) -> Trace | None:
+    """Play seeds here, one after the other; what the first of them found, as it was found."""
+    for seed in seeds:
+        with _collected():
+            setting, played = run_seed(prompts, seed, steps)
+        if played.violation is not None:
+            return of(prompts, seed, setting, played)
+    return None
+
+
+@dataclass(slots=True)
+class _Chunk:
+    seeds: int
+    counts: Counts
+    choices: list[int]
+    failed: list[int]
+
+
+_PROMPTS: list[Prompts] = []
+
+
+def _prepare(documents: Sequence[str]) -> None:
+    """In a process of its own: make what all seeds share."""
+    torch.set_num_threads(1)
+    _PROMPTS[:] = [Prompts(KvModel.model_validate_json(document)) for document in documents]
+    run_seed(_PROMPTS[0], 0, steps=20)  # compiles, imports, fills caches
+    gc.collect()
+    gc.freeze()
+
+
+def _play_chunk(seeds: range, steps: int) -> _Chunk:
+    chunk = _Chunk(0, Counts(), [], [])
+    with _collected():
+        for seed in seeds:
+            _, played = run_seed(_PROMPTS[seed % len(_PROMPTS)], seed, steps)
+            chunk.seeds += 1
+            chunk.counts.add(played.counts)
+            chunk.choices.append(played.counts.choices)
+            if played.violation is not None:
+                chunk.failed.append(seed)
+                break
+    return chunk
+
+
+class _collected:  # noqa: N801 - used as a function
+    """Worlds leave cycles behind, some with handles of crashed processes in them: nobody's leaks."""
+
+    def __enter__(self) -> None:
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+        gc.enable()
+
+
+def _add(summary: Summary, chunk: _Chunk) -> None:
+    summary.seeds += chunk.seeds
+    summary.counts.add(chunk.counts)
+    summary.choices += chunk.choices
+    summary.failed += chunk.failed
+
+
+def _cut_down(model: KvModel, seed: int, steps: int) -> Trace:
+    prompts = Prompts(model)
+    with _collected():
+        setting, played = run_seed(prompts, seed, steps)
+        if played.violation is not None:
+            played = minimal(prompts, setting, played)
+    return of(prompts, seed, setting, played)
