@@ -216,7 +216,7 @@ class Node:
     Attributes:
         readers: workers that need each shard's record of a page.
         landing: records that have come, of each page that is being loaded.
-        spoilt: those of them of which one did not come whole.
+        landed: pages of which the last one has just come.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Node:
         self.waited: dict[int, Waited] = {}
         self.pins: dict[int, int] = {}
         self.landing: dict[bytes, int] = {}
-        self.spoilt: set[bytes] = set()
+        self.landed: list[bytes] = []
         self.cache = self.keep = True
 
     def _front(self, setting: TierSetting, shelves: dict[str, Shelf], clock: Clock) -> Front:

@@ -185,8 +185,7 @@ def _look_at_gauges(world: World, node: Node) -> None:
     _look_for_stuck(world, node, gauges)
     if not gauges["saves"] and not gauges["shed"]:
         _look_at_owed(world, node)
-    if not loads:
-        _look_at_landed(world, node)
+    _look_at_landed(world, node, loads)
 
 
 def _look_for_stuck(world: World, node: Node, gauges: dict[str, int]) -> None:
@@ -214,22 +213,17 @@ def _look_at_owed(world: World, node: Node) -> None:
             world.judge.holds(clause, ok=there, text=text)
 
 
-def _look_at_landed(world: World, node: Node) -> None:
-    """What was loaded whole is findable, although nobody waits for it any more (A4)."""
-    landing, spoilt = node.landing, node.spoilt
-    if not landing:
-        return
-    node.landing, node.spoilt = {}, set()
-    if world.setting.manual or len(node.pools) > 1 or node.open or not (node.cache and node.keep):
+def _look_at_landed(world: World, node: Node, loads: int) -> None:
+    """What has just been loaded whole is findable, although nobody waits for it any more (A4)."""
+    landed, node.landed = node.landed, []
+    if loads or world.setting.manual or len(node.pools) > 1 or node.open or not (node.cache and node.keep):
         return  # somebody may have taken its place since
-    records = sum(node.readers)
-    for page, count in landing.items():
+    for page in landed:
         chain = world.prompts.chain_to(page)
-        if page in spoilt or count < records or chain is None:
-            continue
-        found = node.pools[0].probe(chain)
-        text = "a page landed whole, after its page before, and is not findable"
-        world.judge.holds("A4", ok=found != len(chain) - 1, text=text)
+        if chain is not None:
+            found = node.pools[0].probe(chain)
+            text = "a page landed whole, after its page before, and is not findable"
+            world.judge.holds("A4", ok=found != len(chain) - 1, text=text)
 
 
 # Calls
@@ -250,12 +244,13 @@ def called(world: World, node: Node, front: Front, call: Call) -> None:
 
 def _load_called(world: World, node: Node, front: Front, call: Call) -> None:
     most = len(node.pools) * node.readers[int(call.keys["shard"][0])]
-    times = max(node.loading(front).values())
+    loading = node.loading(front)
+    times = max(loading[name] for name in record_names(call.keys))
     world.judge.holds("A16", ok=times <= most, text=f"a record is being loaded {times} times at once")
-    if len(node.pools) == 1 and not world.setting.manual:
+    first = not int(call.keys["shard"][0])  # the others follow, and much may happen in between
+    if first and len(node.pools) == 1 and not world.setting.manual:
         keys = np.ascontiguousarray(call.keys["page_key"])
-        first = [at for at, page in enumerate(page_names(call.keys)) if page not in node.landing]
-        again = sum(node.pools[0].probe(keys[at : at + 1]) for at in first)
+        again = sum(node.pools[0].probe(keys[at : at + 1]) for at in range(len(keys)))
         world.judge.holds("A17", ok=not again, text=f"{again} pages are loaded that are resident")
     for page in page_names(call.keys):
         node.landing.setdefault(page, 0)
@@ -267,9 +262,13 @@ def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | No
     whole = fault is None and bool((np.asarray(codes) == Code.OK).all())
     world.judge.reached(f"load {'ok' if whole else 'failed'}{' late' if late else ''}")
     for name, page in zip(record_names(call.keys), page_names(call.keys), strict=True):
-        node.landing[page] = node.landing.get(page, 0) + 1
         if not whole or name in front.inner.doubtful:
-            node.spoilt.add(page)
+            node.landing.pop(page, None)
+        elif page in node.landing:
+            node.landing[page] += 1
+            if node.landing[page] == sum(node.readers):
+                del node.landing[page]
+                node.landed.append(page)
 
 
 # The end
