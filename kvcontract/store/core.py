@@ -144,7 +144,9 @@ class StoreCore:
 
     def _connect(self, ranks: Sequence[Rank]) -> None:
         tell, clock = self.options.events is not None, self.clock
-        self.known = [Known(tier, ranks, self.part.id, self.options.events) for tier in self.tiers]
+        self.known = [
+            Known(tier, ranks, self.part.id, self.options.events, clock.time) for tier in self.tiers
+        ]
         pairs = {rank.name: (rank, self.workers[rank.name]) for rank in ranks}
         self.sealer = Sealer(
             self.known, pairs, self.tally, clock.time, budget=self.options.save_budget, tell=tell
@@ -274,11 +276,13 @@ class StoreCore:
     def _landed(self, landed: Landed) -> None:
         """Pages came from a tier: it has them (C3), and those above it are to have them too."""
         number = next(i for i, known in enumerate(self.known) if known.tier is landed.source.tier)
-        search, now = landed.search, self.clock.time()
-        keys = search.keys[landed.numbers]
+        search = landed.search
+        found = search.rank, landed.pages, search.keys[landed.numbers], landed.generations
         for other, known in enumerate(self.known):
-            tell = known.restored if other == number else known.recall
-            tell(search.rank, landed.pages, keys, landed.generations, now)
+            if other == number:
+                known.restored(*found, landed.begun)
+            else:
+                known.recall(*found)
         self.sealer.write_back(landed, number)
 
     def _known_elsewhere(self, rank: str, tokens: TokenIds, scope: Scope) -> bool:

@@ -15,7 +15,7 @@ from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.events import RESET, TierEvents
 from kvcontract.store.marks import KNOWN_FOR_S, Flags, Generations, Marks, Saving, names_of
 from kvcontract.store.rank import Rank
-from kvcontract.tiers.base import RecordKeys
+from kvcontract.tiers.base import Clock, RecordKeys
 from kvcontract.tiers.guard import GuardedTier
 
 _RECENT: Final = 4
@@ -33,19 +33,23 @@ class Known:
         ranks: of the store.
         part: id of the part whose records count.
         events: told of changes; None: nobody is.
+        clock: the store's.
     """
 
     def __init__(
-        self, tier: GuardedTier, ranks: Sequence[Rank], part: int, events: TierEvents | None
+        self, tier: GuardedTier, ranks: Sequence[Rank], part: int, events: TierEvents | None, clock: Clock
     ) -> None:
         told = tier.tells_losses
         self.tier = tier
         self._part = part
+        self._clock = clock
         self._events = events
         # One lock for what is stored and what is told of it: the stream must be in the order of the changes.
         self._lock = threading.RLock()
         self._recent: dict[bytes, float] = {}  # until when the page is believed to be there
         self._most = _RECENT * sum(rank.pool.pages for rank in ranks)
+        self._lost_at: dict[bytes, float] = {}
+        self._lost_before = -math.inf  # when the latest of those was lost that are not in there any more
         self._told = told
         self._marks = {rank.name: Marks(rank.pool.pages, told=told, lock=self._lock) for rank in ranks}
         self.unsubscribe = tier.on_loss(self._lost)
@@ -82,14 +86,18 @@ class Known:
                 self._events.stored(self.tier.name, keys, numbers[good], content)
         return again
 
-    def restored(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, now: float) -> None:
-        """Pages came back from this tier: it has them."""
+    def restored(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, since: float) -> None:
+        """Pages came back from this tier, which was read from `since` on: what it has not lost yet, it has."""
+        now = self._clock()
         with self._lock:
-            self._remember(keys, now)
-            self.of(rank).restored(pages, keys, generations, now)
+            lost = [self._lost_at.get(name, self._lost_before) >= since for name in names_of(keys)]
+            there = ~np.array(lost, np.bool_)
+            self._remember(keys[there], now)
+            self.of(rank).restored(pages[there], keys[there], generations[there], now)
 
-    def recall(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, now: float) -> None:
+    def recall(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations) -> None:
         """Pages came back from another tier: maybe this one has them too."""
+        now = self._clock()
         with self._lock:
             there = np.array([self._recent.get(name, 0.0) > now for name in names_of(keys)], np.bool_)
             self.of(rank).restored(pages[there], keys[there], generations[there], now)
@@ -106,6 +114,8 @@ class Known:
         """The tier was emptied (C11)."""
         with self._lock:
             self._recent.clear()
+            self._lost_at.clear()
+            self._lost_before = self._clock()
             for marks in self._marks.values():
                 marks.forget()
             if self._events is not None:
@@ -117,9 +127,14 @@ class Known:
         if not len(mine):
             return
         mine = np.unique(mine, axis=0)
+        now = self._clock()
         with self._lock:
             for name in names_of(mine):
                 self._recent.pop(name, None)
+                self._lost_at.pop(name, None)
+                self._lost_at[name] = now
+            while len(self._lost_at) > self._most:
+                self._lost_before = self._lost_at.pop(next(iter(self._lost_at)))
             for marks in self._marks.values():
                 marks.lost(mine)
             if self._events is not None:

@@ -116,6 +116,7 @@ class Landed:
         pages: int32[n], held or cached.
         numbers: int64[n], of them in the chain.
         held: whether somebody holds them now.
+        begun: when the load began, on the store's clock.
     """
 
     search: Search
@@ -124,6 +125,7 @@ class Landed:
     numbers: NDArray[np.int64]
     generations: Generations
     held: bool
+    begun: float
 
 
 class Loads:
@@ -250,7 +252,9 @@ class Loads:
             mine = np.flatnonzero((source.rows[: len(pages)] >= 0).all(axis=1))
             if len(mine):
                 numbers = load.wanted[mine]
-                self._landed(Landed(load.search, source, pages[mine], numbers, generations[mine], held))
+                self._landed(
+                    Landed(load.search, source, pages[mine], numbers, generations[mine], held, load.begun)
+                )
 
     def _blame(self, load: Load, verdict: Verdict, at: int) -> None:
         """Say what was wrong with the first page that did not arrive whole."""
