@@ -127,7 +127,7 @@ class Fetcher:
         del self._flights[name]
 
     async def _joined(
-        self, search: Search, ended: Pending[None] | None, flight: Pending[bool] | None
+        self, search: Search, ended: Pending[None] | None, flight: Pending[bool] | None = None
     ) -> bool:
         """Wait for whoever brings, or looks for, the next page (A16); False if it is not in this tier."""
         self._tally.count("resolves_joined")
@@ -160,9 +160,12 @@ class Fetcher:
                 if not count and not skip:
                     flight.settle(True)
                 return False
-            rows = np.arange(skip * columns, (skip + count) * columns).reshape(count, columns)
-            origin = np.full(count, number + 1, np.int16)
             resident = await _resident(search, count)
+            count = self._loads.unclaimed(search.rank, search.missing[:count])
+            if not count:
+                return True  # another has begun to load it meanwhile (A16)
+            rows = np.arange(skip * columns, (skip + count) * columns).reshape(count, columns)
+            origin, resident = np.full(count, number + 1, np.int16), resident[:count]
             if await self._load(search, [Source(tier, lease, rows)], origin, resident, owned, flight):
                 return False
         # A5: the lease is back before the pause; admission could not run the request either.
@@ -189,9 +192,14 @@ class Fetcher:
                 return search.at > at
             have = np.stack([lease.present.reshape(-1, columns)[skip:] for _, _, lease in offers])
             count = _leading(np.all(have.any(axis=0), axis=1))
-            if not count:
-                return search.at > at
-            have = have[:, :count]
+            resident = await _resident(search, count)
+            free = self._loads.unclaimed(search.rank, search.missing[:count])
+            if not free:
+                owned.close()
+                return count > 0 and await self._joined(
+                    search, self._loads.of(search.rank, search.missing[0])
+                )
+            count, have, resident = free, have[:, :free], resident[:free]
             giver = have.argmax(axis=0)
             every = np.arange(skip * columns, (skip + count) * columns).reshape(count, columns)
             sources = [
@@ -199,7 +207,6 @@ class Fetcher:
                 for i, (_, tier, lease) in enumerate(offers)
             ]
             origin = np.array([number + 1 for number, _, _ in offers], np.int16)[giver[:, 0]]
-            resident = await _resident(search, count)
             if not await self._load(search, sources, origin, resident, owned, None):
                 search.degrade("no room on the device")
         return search.at > at

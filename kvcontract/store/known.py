@@ -87,7 +87,7 @@ class Known:
         return again
 
     def restored(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, since: float) -> None:
-        """Pages came back from this tier, which was read from `since` on: what it has not lost yet, it has."""
+        """Pages came back from this tier, read from `since` on: what it has not lost since, it has."""
         now = self._clock()
         with self._lock:
             lost = [self._lost_at.get(name, self._lost_before) >= since for name in names_of(keys)]

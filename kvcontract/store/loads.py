@@ -157,6 +157,12 @@ class Loads:
             load = self._by_key.get((rank, key.tobytes()))
         return None if load is None else load.ended
 
+    def unclaimed(self, rank: Rank, keys: Keys) -> int:
+        """How many leading pages, uint64[n, 2], no load in flight brings already."""
+        with self._lock:
+            names = (key.tobytes() for key in keys)
+            return next((at for at, name in enumerate(names) if (rank, name) in self._by_key), len(keys))
+
     def begin(
         self,
         search: Search,

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from virtual_time import VirtualLoop
 
+from kvc_conformance.sim.loop import VirtualLoop
 from kvcontract import Arena, BlockPool, Field, Group, KvModel, KvStore, Rank, Scope, WeightIdentity, admit
 from kvcontract.contract.layout import layout
 from kvcontract.core.lane import InlineLane

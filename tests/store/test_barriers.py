@@ -114,7 +114,7 @@ def test_c8_what_an_abandoned_barrier_drained_is_covered_by_the_next(how: str) -
 
 
 def test_c8_a_barrier_always_calls_back() -> None:
-    """C8, R5, A9: a save, a tier or an earlier barrier that never answers costs each barrier its own deadline."""
+    """C8, R5, A9: a save, tier or earlier barrier that never answers costs each its own deadline."""
     with setup() as s:
         flushes = Flushes(s.tier)
 
@@ -249,6 +249,36 @@ def test_c7_a_handoff_has_a_name() -> None:
 # C11
 
 
+def test_c7_a_handoff_is_one_requests() -> None:
+    """C7: a name that stands for other pages is refused; once released, it is free."""
+    with _one_shared() as s:
+        s.store.retire(s.compute(TOKENS), SaveClass.HANDOFF, handoff="h")
+        req = s.compute(prompt(2, seed=1))
+        with pytest.raises(UsageFault, match="'h' is another request's"):
+            s.store.seal(req, SaveClass.HANDOFF, handoff="h")
+        s.store.release_handoff("h")
+        s.store.retire(req, SaveClass.HANDOFF, handoff="h")
+        report = s.loop.run(s.store.aflush_handoff("h"))
+        assert (report.pages, report.confirmed) == (2, True)
+        s.store.release_handoff("h")
+
+
+def test_c7_a_name_is_taken_again_while_the_old_saves_still_run() -> None:
+    """C7: what the first handoff of that name saved says nothing about the second."""
+    with _one_shared() as s:
+        tier = s.tiers[1]
+        tier.holding.add("save")
+        s.store.retire(s.compute(TOKENS), SaveClass.HANDOFF, handoff="h")
+        s.store.release_handoff("h")
+        s.store.retire(s.compute(prompt(2, seed=1)), SaveClass.HANDOFF, handoff="h")
+        tier._held.popleft()[1]()  # the first one's
+        report = s.loop.run(s.store.aflush_handoff("h", deadline_s=1.0))
+        assert (report.pages, report.saved, report.settled) == (2, 0, False)
+        tier.open("save")
+        assert s.loop.run(s.store.aflush_handoff("h")).confirmed
+        s.store.release_handoff("h")
+
+
 def test_c11_a_reset_reaches_devices_and_tiers_and_says_which() -> None:
     """C11: afterwards nothing is found; a tier that cannot forget is named."""
     with setup(tiers=2) as s:
@@ -337,6 +367,52 @@ def test_c11_what_comes_after_a_reset_waits_for_it() -> None:
             return await later
 
         assert s.loop.run(scenario()).hit_tokens == 0
+
+
+def test_c11_what_comes_after_several_resets_waits_for_all_of_them() -> None:
+    """C11: the last of two resets gives up; the first still waits, and a later resolve does not pass it."""
+    with setup() as s:
+        s.store.retire(s.compute(TOKENS))
+        busy = s.admit(prompt(2, seed=1))
+
+        async def scenario() -> KvPrefix:
+            first = asyncio.ensure_future(s.store.areset(deadline_s=30.0))
+            await rounds()
+            second = asyncio.ensure_future(s.store.areset(deadline_s=1.0))
+            await rounds()
+            later = asyncio.ensure_future(s.resolve(TOKENS))
+            assert not (await second).done
+            await rounds()
+            assert not later.done()
+            busy.release()
+            assert (await first).done
+            return await later
+
+        assert s.loop.run(scenario()).hit_tokens == 0
+
+
+def test_c11_a_reset_waits_for_a_resolve_that_waited_for_an_earlier_one() -> None:
+    """C11: it was submitted before; in the moment the first reset ends, it is under way."""
+    with setup() as s:
+        busy = s.admit(prompt(2, seed=1))
+        s.tier.holding.add("lookup")
+
+        async def scenario() -> None:
+            first = asyncio.ensure_future(s.store.areset())
+            await rounds()
+            resolve = asyncio.ensure_future(s.resolve(TOKENS, deadline_s=5.0))
+            await rounds()
+            second = asyncio.ensure_future(s.store.areset())
+            await rounds()
+            busy.release()
+            assert (await first).done
+            await rounds()
+            assert not second.done()
+            s.tier.open("lookup")
+            await resolve
+            assert (await second).done
+
+        s.loop.run(scenario())
 
 
 def test_c11_resets_that_find_no_idle_moment_have_not_run() -> None:

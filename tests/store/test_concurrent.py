@@ -117,6 +117,30 @@ def test_a16_the_leader_of_a_query_leaves() -> None:
         assert s.tier.count("load") == 1
 
 
+def test_a16_two_look_ups_from_different_pages_load_once() -> None:
+    """A16: the second began further along the chain; when both are answered, one of them loads."""
+    with setup() as s:
+        s.stored(TOKENS)
+        s.tier.holding |= {"lookup", "load"}
+
+        async def scenario() -> list[KvPrefix]:
+            first = asyncio.ensure_future(s.resolve(TOKENS))
+            await rounds()
+            req = s.compute(TOKENS[: PAGE + 1])  # its first page is resident from now on
+            second = asyncio.ensure_future(s.resolve(TOKENS))
+            await rounds()
+            assert s.tier.count("lookup") == 2
+            s.tier.open("lookup")
+            await rounds()
+            s.tier.open("load")
+            found = await asyncio.gather(first, second)
+            req.release()
+            return found
+
+        assert release(s.loop.run(scenario())) == [4, 4]
+        assert [records for verb, records in s.tier.asked if verb == "load"] == [3]
+
+
 def test_a16_who_follows_a_failed_load_tries_itself() -> None:
     """A16, R4: one load failed; the other resolve asks on its own and hits."""
     with setup() as s:

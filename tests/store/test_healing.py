@@ -85,6 +85,61 @@ def test_c3_what_is_lost_while_it_is_being_saved_is_not_known_to_be_stored() -> 
         assert s.store.retire(req).value.pages == 1
 
 
+def test_c3_c4_what_is_lost_while_it_is_saved_is_saved_again_for_who_retires_meanwhile() -> None:
+    """C3, C4: retire relies on a save in flight; the tier loses the record before that save has settled."""
+    with setup(tp=2) as s:
+        s.tier.holding.add("save")
+        req = s.compute(TOKENS)
+        s.store.seal(req)
+        held = list(s.tier._held)
+        s.tier._held.clear()
+        held[0][1]()  # shard 0 lands, shard 1 is held back
+        assert s.store.retire(req).value == NOTHING
+        keys = record_keys(s.store.keyer.chain(TOKENS, SCOPE), 0, 0, 2)
+        with s.tier.inner.lookup(keys, 1e9).value as lease:
+            s.tier.inner.discard(lease, np.array([2]))
+        s.tier.holding.clear()
+        held[1][1]()
+        s.evict()
+        prefix = s.loop.run(s.resolve(TOKENS))
+        assert prefix.hit_tokens == 4 * PAGE
+        prefix.release()
+
+
+def test_c3_what_is_lost_while_it_is_read_is_not_known_to_be_stored() -> None:
+    """C3: a record goes while its page is restored from there: the next retire saves it again."""
+    with setup() as s:
+        s.stored(TOKENS)
+        s.tier.holding.add("load")
+
+        async def scenario() -> None:
+            task = asyncio.ensure_future(s.resolve(TOKENS))
+            await asyncio.sleep(1.0)
+            held = list(s.tier._held)
+            s.tier._held.clear()
+            s.tier.holding.clear()
+            _quarantine_after(s, held[0][1])
+            (await task).release()
+
+        s.loop.run(scenario())
+        assert again(s, TOKENS).saved == 1
+
+
+def _quarantine_after(s: Setup, read: Any) -> None:
+    """The bytes have been read; before anybody is told, the tier loses page 2."""
+    tier, settle = s.tier.inner, Pending.settle
+    told: list[tuple[Any, Any]] = []
+    Pending.settle = lambda self, value: told.append((self, value))  # type: ignore[method-assign]
+    try:
+        read()
+    finally:
+        Pending.settle = settle  # type: ignore[method-assign]
+    _quarantine(s, TOKENS, page=2)
+    assert tier.stats()["records"] == 3
+    for pending, value in told:
+        settle(pending, value)
+
+
 def test_c3_a_tier_that_cannot_tell_is_believed_for_a_while() -> None:
     """C3: where losses are silent, a page is saved again after some minutes; the tier knows if it has it."""
     with setup(silent=True) as s:
@@ -246,6 +301,15 @@ def test_c5_what_a_retired_request_left_is_saved_when_pins_come_back() -> None:
         s.evict()
         assert s.loop.run(s.resolve(tokens, full_hit=True)).release() is None
         assert s.store.stats().hit_tokens["dram"] == 10 * PAGE
+
+
+def test_c5_r5_shed_pages_that_fail_are_not_tried_for_ever() -> None:
+    """C5, R5: a tier that is full answers at once; each shed page has one turn, and then it is given up."""
+    with setup(pages=17, save_budget=0.25) as s:
+        s.tier.codes["save"] = lambda codes: np.full(len(codes), Code.FULL, np.uint8)
+        s.store.retire(s.compute(prompt(10)))
+        assert saves(s) == [4, 4, 4, 2]  # the first four have their second chance with the others
+        assert s.store.stats().gauges["shed"] == 0
 
 
 def test_c5_a_barrier_covers_what_was_shed() -> None:

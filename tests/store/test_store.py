@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvcontract.memory.binding import Binding
 from kvcontract.pool.request import RequestKv
 from kvcontract.store.loop import StoreLoop
 from kvcontract.store.policy import PLAIN, KvPrefix
+from kvcontract.tiers.base import Code
 from kvcontract.tiers.dram import DramTier
 
 TOKENS = prompt(4)
@@ -119,6 +121,27 @@ def test_c10_close_drains_loads_and_saves() -> None:
         assert s.loop.run(s.store.aclose()).drained
         assert s.loop.time() == pytest.approx(6.0)
         assert s.pool.cached == 6
+
+
+def test_c10_close_drains_what_a_retry_begins() -> None:
+    """C10, C4: a save that fails while the store closes is tried again, and close waits for that too."""
+    with setup() as s:
+        asked = count()
+        bad = np.full(4, Code.FAILED, np.uint8)
+        s.tier.codes["save"] = lambda codes: bad if next(asked) < 2 else codes  # twice a save
+        s.tier.holding.add("save")
+        req = s.compute(TOKENS)
+        s.store.seal(req)
+        s.store.retire(req)
+
+        def answer_the_first() -> None:
+            s.tier._held.popleft()[1]()
+
+        s.loop.call_later(3.0, answer_the_first)
+        s.loop.call_later(5.0, s.tier.open, "save")
+        assert s.loop.run(s.store.aclose()).drained
+        assert s.loop.time() == pytest.approx(5.0)
+        assert s.store.stats().counters["pages_saved"] == 4
 
 
 @pytest.mark.parametrize("stage", ["lookup", "load", "producer"])

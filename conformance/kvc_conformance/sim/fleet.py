@@ -38,7 +38,7 @@ TERMINALS: Final = (
     *(f"load {end}" for end in ("ok", "failed", "ok late", "failed late")),
     *(f"save {end}" for end in ("ok", "failed", "shed")),
     *(f"{level} {end}" for level in ("landed", "visible", "durable") for end in ("reached", "missed")),
-    *("loads reached", "barrier left", "handoff settled", "handoff not settled"),
+    *("loads reached", "loads missed", "barrier left", "handoff settled", "handoff not settled"),
     *("reset done", "reset not done", "close drained", "close leaked"),
     *("admission ok", "admission later", "admission never", "step ok", "step reverted"),
     *("request retired", "request released", "request preempted", "resume ok", "resume later"),
@@ -170,11 +170,12 @@ def simulate(
 
 def first_found(prompts: Prompts, seeds: range, steps: int = STEPS) -> Trace | None:
     """Play seeds here, one after the other; what the first of them found, as it was found."""
-    for seed in seeds:
+    for at in range(0, len(seeds), CHUNK):
         with _collected():
-            setting, played = run_seed(prompts, seed, steps)
-        if played.violation is not None:
-            return of(prompts, seed, setting, played)
+            for seed in seeds[at : at + CHUNK]:
+                setting, played = run_seed(prompts, seed, steps)
+                if played.violation is not None:
+                    return of(prompts, seed, setting, played)
     return None
 
 

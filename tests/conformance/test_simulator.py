@@ -1,0 +1,185 @@
+"""The simulator: finds what is planted, finds nothing else, and plays again what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from planted import PLANTS, Plant
+
+from kvc_conformance.sim import fleet, trace
+from kvc_conformance.sim.fleet import first_found
+from kvc_conformance.sim.prompts import Prompts, simulated
+from kvc_conformance.sim.samples import samples
+from kvc_conformance.sim.trace import Trace, minimal, play, replay, run_seed
+from kvcontract import Group
+from kvcontract.cli.main import main
+from kvcontract.contract.errors import UsageFault
+
+SEEDS = 2000
+"""Within which every planted violation must be found."""
+
+QUIET_SEEDS = 60
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    """Streams of a declaration that is cut over workers."""
+    torch.set_num_threads(1)
+    return Prompts(simulated(samples()[0]))
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_violation_is_found_and_plays_again(
+    plant: Plant, prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A2-A17, B4, C1-C12, R2: found within 2,000 seeds; its trace, saved and read, shows the same."""
+    plant(monkeypatch)
+    found = first_found(prompts, range(SEEDS))
+    assert found is not None, f"{SEEDS} seeds did not find: {plant.__doc__}"
+    assert found.violation is not None
+    found.save(tmp_path / "trace.json")
+    again = replay(Trace.load(tmp_path / "trace.json")).violation
+    assert again is not None
+    assert (again.clause, again.text) == found.violation
+    monkeypatch.undo()
+    assert replay(Trace.load(tmp_path / "trace.json")).violation is None  # mended: the trace is silent
+
+
+@pytest.mark.parametrize("number", range(len(samples())))
+def test_nothing_is_found_where_nothing_is_wrong(number: int) -> None:
+    """R1-R8: the first seeds of each sample, in this process."""
+    found = first_found(Prompts(simulated(samples()[number])), range(QUIET_SEEDS))
+    assert found is None, found and found.violation
+
+
+def test_a_trace_is_cut_down_to_what_is_needed(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever single action is left out of a minimal trace, the clause holds."""
+    next(plant for plant in PLANTS if plant.__name__.startswith("a4"))(monkeypatch)
+    found = first_found(prompts, range(SEEDS))
+    assert found is not None
+    whole = play(prompts, found.setting, found.actions)
+    short = minimal(prompts, found.setting, whole)
+    assert short.violation is not None
+    assert whole.violation is not None
+    assert short.violation.clause == whole.violation.clause
+    assert len(short.actions) < len(whole.actions) // 2
+    for at in range(len(short.actions)):
+        rest = play(prompts, found.setting, short.actions[:at] + short.actions[at + 1 :])
+        assert rest.violation is None or rest.violation.clause != short.violation.clause
+
+
+def test_a_seed_is_the_same_every_time(prompts: Prompts) -> None:
+    """Design: no hidden clock, thread or order: actions and counts of a seed are repeated."""
+    for seed in range(5):
+        one, other = run_seed(prompts, seed), run_seed(prompts, seed)
+        assert one[0] == other[0]
+        assert one[1].actions == other[1].actions
+        assert one[1].counts == other[1].counts
+
+
+def test_several_processes_reach_every_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Every fault, terminal and clause is reached and counted; `--json` says so and nothing else."""
+    arguments = ["simulate", "--seeds", "400", "--json", "--out", str(tmp_path / "trace.json")]
+    code = main(arguments)
+    document = json.loads(capsys.readouterr().out)
+    assert (code, document["violation"], document["unreached"]) == (0, None, [])
+    assert document["seeds"] == 400
+    assert document["median_choices"] >= 100
+    for names, kind in (
+        (fleet.FAULTS, "faults"),
+        (fleet.TERMINALS, "terminals"),
+        (fleet.CLAUSES, "clauses"),
+    ):
+        assert set(names) == {name for name, count in document[kind].items() if count}
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_kind_that_is_never_reached_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is too short to say anything does not look like one that found nothing."""
+    assert main(["simulate", "--seeds", "1", "--jobs", "1"]) == 1
+    assert "never reached: " in capsys.readouterr().out
+
+
+def test_a_model_is_simulated_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Driven by any declaration: that of an installed plugin."""
+    assert main(["simulate", "qwen3", "--seeds", "20", "--json"]) == 1  # too few to reach everything
+    document = json.loads(capsys.readouterr().out)
+    assert (document["seeds"], document["violation"]) == (20, None)
+
+
+def test_replay_says_what_it_sees(
+    prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kvc replay`: 1 while the clause is broken, 0 once it holds."""
+    path = tmp_path / "trace.json"
+    with monkeypatch.context() as patch:
+        next(plant for plant in PLANTS if plant.__name__.startswith("a13"))(patch)
+        found = first_found(prompts, range(SEEDS))
+        assert found is not None
+        found.save(path)
+        assert main(["replay", str(path)]) == 1
+        assert "break A13" in capsys.readouterr().out
+    assert main(["replay", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["violation"], document["recorded"]["clause"]) == (None, "A13")
+
+
+def _other_schema(document: dict[str, object]) -> None:
+    document["schema"] = "kvc.trace/99"
+
+
+def _other_action(document: dict[str, object]) -> None:
+    document["actions"] = [{"do": "dance", "node": 0}]
+
+
+def _no_setting(document: dict[str, object]) -> None:
+    del document["setting"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (_other_schema, "plays 'kvc.trace/1'"),
+        (_other_action, "no such action: dance"),
+        (_no_setting, "setting"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(
+    spoil: object, text: str, prompts: Prompts, tmp_path: Path
+) -> None:
+    """I3: what is wrong with it is said."""
+    setting, played = run_seed(prompts, 0, steps=3)
+    path = tmp_path / "trace.json"
+    trace.of(prompts, 0, setting, played).save(path)
+    document = json.loads(path.read_text())
+    spoil(document)  # type: ignore[operator]
+    path.write_text(json.dumps(document))
+    with pytest.raises(UsageFault, match=text):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["simulate", "--seeds", "0", "--jobs", "0"], "--seeds 0: expected 1 or more; --jobs 0"),
+        (["simulate", "--config", "config.json"], "without a model's name"),
+        (["replay", "nowhere.json"], "nowhere.json cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """I3, I4: exit code 2, and every fault."""
+    assert main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_what_cannot_be_simulated_is_said() -> None:
+    """A group that is rewritten in place is not served by this version."""
+    model = samples()[0]
+    bounded = model.model_copy(update={"groups": (Group(name="kv", kind="bounded"),)})
+    with pytest.raises(UsageFault, match="group\\(s\\) kv cannot be simulated"):
+        simulated(bounded)
