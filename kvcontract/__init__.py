@@ -40,10 +40,16 @@ if TYPE_CHECKING:
     from kvcontract.pool.queue import AdmissionQueue as AdmissionQueue
     from kvcontract.pool.request import RequestKv as RequestKv
     from kvcontract.pool.request import admit as admit
+    from kvcontract.store.core import StoreOptions as StoreOptions
+    from kvcontract.store.cost import CostFigures as CostFigures
+    from kvcontract.store.events import TierEvents as TierEvents
+    from kvcontract.store.policy import CancelToken as CancelToken
     from kvcontract.store.policy import KvPrefix as KvPrefix
     from kvcontract.store.policy import ResolvePolicy as ResolvePolicy
     from kvcontract.store.rank import Rank as Rank
     from kvcontract.store.store import KvStore as KvStore
+    from kvcontract.tiers.base import SaveClass as SaveClass
+    from kvcontract.tiers.dram import DramTier as DramTier
 
 __version__ = "0.1.0"
 
@@ -79,9 +85,14 @@ _HOMES = {
     "kvcontract.pool.pool": ("BlockPool",),
     "kvcontract.pool.queue": ("AdmissionQueue",),
     "kvcontract.pool.request": ("RequestKv", "admit"),
-    "kvcontract.store.policy": ("KvPrefix", "ResolvePolicy"),
+    "kvcontract.store.core": ("StoreOptions",),
+    "kvcontract.store.cost": ("CostFigures",),
+    "kvcontract.store.events": ("TierEvents",),
+    "kvcontract.store.policy": ("CancelToken", "KvPrefix", "ResolvePolicy"),
     "kvcontract.store.rank": ("Rank",),
     "kvcontract.store.store": ("KvStore",),
+    "kvcontract.tiers.base": ("SaveClass",),
+    "kvcontract.tiers.dram": ("DramTier",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
