@@ -2,21 +2,10 @@
 
 import torch
 
-from kvcontract import (
-    Arena,
-    BlockPool,
-    DramTier,
-    Field,
-    Group,
-    KvModel,
-    KvStore,
-    Rank,
-    Scope,
-    WeightIdentity,
-    admit,
-)  # fmt: skip
+from kvcontract import Arena, BlockPool, Field, Group, KvModel, KvStore, Rank, Scope, WeightIdentity, admit
 from kvcontract.contract.layout import layout
 from kvcontract.memory.binding import Binding
+from kvcontract.tiers.dram import DramTier
 
 heads = {"head": 2, "dim": 8}
 model = KvModel(

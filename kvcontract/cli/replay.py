@@ -16,7 +16,9 @@ def command(
     *,
     json: JsonFlag = False,
 ) -> int:
-    """Play the trace of a simulation again; exit 1 if it still breaks a clause.
+    """Play the trace of a simulation again.
+
+    Exit code 1 if it still breaks a clause.
 
     Example: kvc replay trace.json
     """
