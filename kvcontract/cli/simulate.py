@@ -33,8 +33,9 @@ def command(
 ) -> int:
     """Simulate stores under faults, seed by seed.
 
-    Time is virtual, schedules are seeded, the code is that of production.  Without a name, small declarations of several kinds are simulated.  A violation is cut down to what it
-    needs and written as a trace that `kvc replay` plays again.
+    Time is virtual, schedules are seeded, the code is that of production.  Without a name, small
+    declarations of several kinds are simulated.  A violation is cut down to what it needs and written as
+    a trace that `kvc replay` plays again.
 
     Examples: kvc simulate --seeds 20000 · kvc simulate qwen3 · kvc simulate --first 4711 --seeds 1
     """
