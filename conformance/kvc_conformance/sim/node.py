@@ -217,6 +217,7 @@ class Node:
         readers: workers that need each shard's record of a page.
         landing: records that have come, of each page that is being loaded.
         landed: pages of which the last one has just come.
+        unasked: pages whose save has ended before any tier was asked.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class Node:
         self.pins: dict[int, int] = {}
         self.landing: dict[bytes, int] = {}
         self.landed: list[bytes] = []
+        self.unasked = 0
         self.cache = self.keep = True
 
     def _front(self, setting: TierSetting, shelves: dict[str, Shelf], clock: Clock) -> Front:

@@ -199,9 +199,12 @@ def _look_for_stuck(world: World, node: Node, gauges: dict[str, int]) -> None:
 
 
 def _look_at_owed(world: World, node: Node) -> None:
+    counters = node.store.stats().counters
+    unasked = counters.get("pages_not_saved_expired", 0) + counters.get("pages_not_saved_refused", 0)
+    failed, node.unasked = unasked != node.unasked, unasked  # saves that no tier has seen: they told so
     for front in node.fronts:
         owed, front.owed = front.owed, {}
-        if front.inner.untold:
+        if front.inner.untold or failed:
             continue
         for page, records in owed.items():
             if not front.inner.doubtful.isdisjoint(record_names(records)):
