@@ -312,7 +312,7 @@ class SharedTier:
 
     def _released_now(self) -> frozenset[str]:
         with self._lock:
-            return frozenset(self._released)
+            return frozenset([*self._released, *self._reads.ended])
 
     def stats(self) -> dict[str, int]:
         """Gauges (bytes, records, leases, handoffs, operations) and counters (by verb and code)."""

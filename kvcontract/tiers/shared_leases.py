@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import count
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvcontract.tiers.base import RECORD_KEY_BYTES
@@ -47,6 +48,7 @@ class _Live(NamedTuple):
     group: str | None
     since_ns: int
     ttl_ns: int
+    size: int
 
 
 class LeaseFiles:
@@ -100,11 +102,11 @@ class LeaseFiles:
                 if entry.name.startswith(beginning):
                     remove(entry.path)
 
-    def held(self, released: Collection[str] = (), *, leftover_s: float) -> Held:
+    def held(self, released: frozenset[str], *, leftover_s: float) -> Held:
         """Read all leases; those that have ended are taken away.
 
         Args:
-            released: groups of handoffs that count no more.
+            released: paths of leases, and groups of handoffs, that have ended although their files are there.
             leftover_s: after which other files of ours are what a dead member left.
 
         Raises:
@@ -115,18 +117,18 @@ class LeaseFiles:
         begun: dict[str | None, int] = {}  # a handoff's time begins with its first save
         for entry, group, ms in self._entries(now_ns, leftover_s):
             try:
-                since = entry.stat(follow_symlinks=False).st_mtime_ns
+                found = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            begun[group] = min(since, begun.get(group, since))
-            live.append(_Live(entry.path, group, since, ms * _NS_PER_MS))
+            begun[group] = min(found.st_mtime_ns, begun.get(group, found.st_mtime_ns))
+            live.append(_Live(entry.path, group, found.st_mtime_ns, ms * _NS_PER_MS, found.st_size))
         leases, kept = [], {}
-        for path, group, touched, ttl_ns in live:
+        for path, group, touched, ttl_ns, size in live:
             since = touched if group is None else begun[group]
             # One from the future is of a clock that was wrong: it would never end.
             if abs(now_ns - since) > ttl_ns:
                 remove(path)
-            elif group not in released and (content := self._content(path)) is not None:
+            elif not released & {path, group} and (content := self._content(path, size)) is not None:
                 leases.append(content[1])
                 kept[path] = content
         self._read = kept
@@ -149,18 +151,16 @@ class LeaseFiles:
         if age_ns > leftover_s * 1e9 and not entry.name.startswith(f"{TEMP}{self._home.instance}-"):
             remove(entry.path)
 
-    def _content(self, path: str) -> tuple[int, frozenset[bytes]] | None:
-        """The keys that a lease names; None if it ended meanwhile.
+    def _content(self, path: str, size: int) -> tuple[int, frozenset[bytes]] | None:
+        """Length of a lease and the keys that it names; None if it ended meanwhile.
 
         One that is being written is read in part: its reader has not looked for the records yet.
         """
+        known = self._read.get(path)
+        if known is not None and known[0] == size:
+            return known
         try:
-            with open(path, "rb") as file:  # noqa: PTH123 - thousands of times
-                size = os.fstat(file.fileno()).st_size
-                known = self._read.get(path)
-                if known is not None and known[0] == size:
-                    return known
-                data = file.read(size)
+            data = Path(path).read_bytes()
         except FileNotFoundError:
             return None
         step = RECORD_KEY_BYTES

@@ -68,6 +68,12 @@ class Reads:
         with self._lock:
             return sum(receipt.held for receipt in self._live)
 
+    @property
+    def ended(self) -> list[str]:
+        """Paths of leases that nobody uses any more; their files are being taken away."""
+        with self._lock:
+            return [receipt.path for receipt in self._live if not receipt.uses]
+
     def settle_returns(self) -> None:
         """Take back what leases gave back; whoever enters the tier begins with this."""
         while self._returned:

@@ -60,7 +60,8 @@ class Room:
         home: the directory.
         leases: what may not go.
         capacity_bytes: quota.
-        released: names of handoffs that count no more, although their files may still lie there.
+        released: what has ended for this member, although its files may still lie there: see
+            `LeaseFiles.held`.
         clock: monotonic.
         sweep_s: longest time between walks, as long as anybody writes.
         leftover_s: after which a file that nobody finishes is what a dead member left.
@@ -164,7 +165,10 @@ class Room:
             self._walk()
 
     def _make_room(self, limit: int) -> bool:
+        if self.used_bytes <= limit:
+            return True
         left, walked = 2 * len(self._queue), False  # twice: what was used since is looked at again
+        held = self._held()  # tells what need not be tried; what is tried is looked up again
         while self.used_bytes > limit:
             batch: list[_Candidate] = []
             wanted, ahead = self.used_bytes - limit, self.capacity_bytes // _AHEAD
@@ -173,7 +177,7 @@ class Room:
                 wanted -= batch[-1].charge
                 left -= 1
             if batch:
-                self._evict(batch)
+                self._evict(batch, held)
             elif walked or (self._whole and self._clock() - self._walked < _AGAIN_S):
                 return False
             else:
@@ -181,13 +185,12 @@ class Room:
                 left, walked = 2 * len(self._queue), True
         return True
 
-    def _evict(self, batch: list[_Candidate]) -> None:
+    def _evict(self, batch: list[_Candidate], held: Held) -> None:
         try:
-            held = self._held()
             going = [item for item in batch if self._begin(item, held)]
-            held = self._held() if going else held
+            now_held = self._held() if going else held
             for item in going:
-                self._end(item, held)
+                self._end(item, now_held)
         except OSError:
             self._doubtful = True  # what became of the batch, a walk finds
             raise

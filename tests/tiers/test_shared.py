@@ -571,6 +571,22 @@ def test_g7_a_release_counts_before_its_files_are_gone(home: Path) -> None:
     assert [op.value.tolist(), later.value.tolist()] == [[Code.OK], [Code.OK]]
 
 
+def test_h5_a_released_lease_counts_no_more_before_its_file_is_gone(home: Path) -> None:
+    """H5, A6: for the member that gives a lease back, its records are free at once."""
+    lane = ManualLane()
+    tier = tier_of(home, 1, lane=lane)
+    save(tier_of(home, 1), 1)
+    lane.drain()
+    pending = tier.lookup(keys_of(1), FOREVER)
+    lane.drain()
+    later = tier.save(keys_of(2), Buffers.of([content(2)]), SaveClass.CACHEABLE, FOREVER)
+    pending.value.release()
+    assert tier.stats()["leases"] == 0
+    lane.step()
+    assert later.value.tolist() == [Code.OK]
+    lane.drain()
+
+
 def test_r5_leases_of_the_dead_end_by_time(home: Path) -> None:
     """R5: a lease that nobody touches ends; one that is used is touched; one from the future ends too."""
     clock = Clock()
