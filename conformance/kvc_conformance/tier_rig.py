@@ -27,7 +27,7 @@ FILLERS: Final = 3 * CAPACITY_BYTES // FILLER_BYTES
 """So many records of FILLER_BYTES are thrice the quota."""
 
 FIRST_FILLER: Final = 100_000
-PATIENCE_S: Final = 10.0
+PATIENCE_S: Final = 5.0
 
 _NUMBERS = count(1)
 

@@ -33,16 +33,15 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(help="All of the suite's randomness comes from it.")] = 0,
     device: Annotated[
-        str | None,
-        typer.Option(help="Where executors run: cpu, cuda, cuda:1, ...", show_default="cpu"),
+        str | None, typer.Option(help="Where executors run: cpu, cuda, cuda:1, ...", show_default="cpu")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Tell every failure in full.")] = False,
     tb: Annotated[bool, typer.Option("--tb", help="Show the end of tracebacks.")] = False,
     json: JsonFlag = False,
 ) -> int:
-    """Certify a plugin of a model, or a tier.
+    """Certify a plugin.
 
-    Judges the declaration, its bytes, and the model running over them; or what a tier gives back.
+    Judges the declaration, its bytes, and the model running over them; with --tier, what a tier gives back.
 
     Examples: kvc conformance qwen3 · kvc conformance qwen3 --checkpoint DIR --page-tokens 64 ·
     kvc conformance mine --plugin mine.py --level L1 · kvc conformance --tier dram

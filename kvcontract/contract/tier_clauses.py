@@ -9,6 +9,7 @@ from kvcontract.contract.clause import Clause, Keeper, Level
 _LEVEL: Final[Level] = "T"
 _WHO: Final[Keeper] = "author"
 _HOLDS = ("KVC-TIER-02", "KVC-TIER-03")
+_BOUNDED = (*_HOLDS, "KVC-TIER-08")  # that there is no room can be brought about
 
 TIERS: Final[tuple[Clause, ...]] = (
     Clause(
@@ -48,7 +49,7 @@ TIERS: Final[tuple[Clause, ...]] = (
         why="One refused record would cost its neighbours, or be reported as saved with them.",
         fix="Decide and report the code of every record by itself.",
         rests_on=("H1",),
-        requires=_HOLDS,
+        requires=_BOUNDED,
     ),
     Clause(
         id="KVC-TIER-05",
@@ -58,7 +59,7 @@ TIERS: Final[tuple[Clause, ...]] = (
         why="Half a record that can be found is served as state.",
         fix="Make a record findable last, and only if everything before succeeded.",
         rests_on=("H2", "H4"),
-        requires=_HOLDS,
+        requires=(*_BOUNDED, "KVC-TIER-09"),
     ),
     Clause(
         id="KVC-TIER-06",
@@ -78,7 +79,7 @@ TIERS: Final[tuple[Clause, ...]] = (
         why="A record that goes between look-up and load makes a hit a lie; one that never goes is a leak.",
         fix="Pin what a look-up found before it answers; unpin in the lease's release callback.",
         rests_on=("H5", "A2", "A3", "A6"),
-        requires=_HOLDS,
+        requires=_BOUNDED,
     ),
     Clause(
         id="KVC-TIER-08",
@@ -128,7 +129,7 @@ TIERS: Final[tuple[Clause, ...]] = (
         why="Decode would miss a prompt that prefill has confirmed; or nothing would ever be free again.",
         fix="Pin by the handoff's id with one end in time; release_handoff of an unknown id does nothing.",
         rests_on=("G7", "G9", "R5"),
-        requires=(*_HOLDS, "KVC-TIER-07"),
+        requires=(*_BOUNDED, "KVC-TIER-07"),
     ),
     Clause(
         id="KVC-TIER-13",

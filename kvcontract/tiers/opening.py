@@ -38,21 +38,27 @@ BUILT_IN: Final[Mapping[str, Open]] = {
 """The tiers of this distribution, by name."""
 
 
-def opener(name: str, file: Path | None = None) -> tuple[Open, plugins.Plugin | None]:
+def opener(
+    name: str, options: Mapping[str, str], file: Path | None = None
+) -> tuple[Open, plugins.Plugin | None]:
     """What opens the tier of a name, and the plugin it comes from; None: it is one of ours.
 
     Args:
         name: of the tier.
+        options: that it will be given in its context.
         file: an unpackaged plugin; its name is the file's stem.
 
     Raises:
         PluginFault: no such tier, two of them, or one that cannot be loaded.
+        UsageFault: options for a tier that has none.
     """
     announced = {item.name for item in plugins.installed("kvc_tier")}
     if file is None and name in BUILT_IN:
         if name in announced:
             raise DuplicatePlugin(f"tier {name!r} is built in, and a plugin announces it too; uninstall that")
-        return _without_options(name), None
+        if options:
+            raise UsageFault(f"tier {name!r} has no options of its own; given: {', '.join(options)}")
+        return BUILT_IN[name], None
     if file is None and name not in announced:
         known = sorted({*BUILT_IN, *announced})
         near = difflib.get_close_matches(name, known, n=3)
@@ -60,12 +66,3 @@ def opener(name: str, file: Path | None = None) -> tuple[Open, plugins.Plugin | 
         raise PluginNotFound(f"no tier is named {name!r}; {hint}")
     plugin = plugins.load(name, file=file, hook="kvc_tier")
     return lambda ctx: cast("Tier", plugin.call("kvc_tier", ctx)), plugin
-
-
-def _without_options(name: str) -> Open:
-    def open_it(ctx: TierContext) -> Tier:
-        if ctx.options:
-            raise UsageFault(f"tier {name!r} has no options of its own; given: {', '.join(ctx.options)}")
-        return BUILT_IN[name](ctx)
-
-    return open_it

@@ -4,7 +4,8 @@ One file a record, put in place whole; no index, no lock, no server.  Every memb
 for itself, and what a member leaves behind when it dies ends by time alone (R5, R7).  A mount that goes away
 means misses and saves that fail; when it is back, work goes on (H9).
 
-It cannot tell losses: another member may evict.
+It cannot tell losses: another member may evict.  Where a mount caches what others do (NFS: attributes, for
+seconds), a lease of another host may be seen late: its reader then finds a record gone, which is a miss.
 """
 
 from __future__ import annotations

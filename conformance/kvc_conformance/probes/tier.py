@@ -58,7 +58,7 @@ def _opener(session: Session) -> tuple[Callable[[TierContext], Tier], bool]:
     job = session.job
     if "opener" not in session.objects:
         file = None if job["file"] is None else Path(job["file"])
-        made, plugin = opener(job["name"], file)
+        made, plugin = opener(job["name"], job["plugin_options"], file)
         if plugin is not None:
             home = Path(plugin.module.__file__ or "")
             job["homes"] = [str(home if job["file"] else home.parent)]
