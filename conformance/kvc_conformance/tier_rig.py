@@ -193,9 +193,9 @@ class TierRig:
         if set(codes) - {Code.OK}:
             raise Failed(f"{why}: {_told(codes)} of {len(codes)} record(s)")
 
-    def churn(self, first: int = FIRST_FILLER) -> list[Code]:
+    def churn(self) -> list[Code]:
         """Save thrice the quota of other records; returns their codes."""
-        return self._crowd(range(first, first + FILLERS))
+        return self.crowd(range(FIRST_FILLER, FIRST_FILLER + FILLERS))
 
     def fill(self, **more: Any) -> list[int]:
         """Save records that must stay, until one has no room; returns the numbers of those that are there.
@@ -204,7 +204,7 @@ class TierRig:
             Failed: there was room for more than the quota, or the last one ended otherwise than FULL.
         """
         numbers = range(FIRST_FILLER, FIRST_FILLER + FILLERS)
-        codes = self._crowd(numbers, **more)
+        codes = self.crowd(numbers, **more)
         if codes[-1] is Code.OK:
             raise Failed(
                 f"{len(codes)} records of {FILLER_BYTES:,} B that nobody may evict fit into a quota of"
@@ -214,7 +214,8 @@ class TierRig:
             raise Failed(f"with everything in use, a save ended {codes[-1].name}; expected FULL")
         return list(numbers[: len(codes) - 1])
 
-    def _crowd(self, numbers: Sequence[int], **more: Any) -> list[Code]:
+    def crowd(self, numbers: Sequence[int], **more: Any) -> list[Code]:
+        """Save fillers one at a time; of a handoff, or if each is leased, only until one is not OK."""
         arrays = {"keys": key_array(numbers), "content": record(FIRST_FILLER, FILLER_BYTES)}
         body = self.call("crowd", arrays, lengths=[FILLER_BYTES], **{"id": "crowd", **more}).body
         return [Code(code) for code in body["codes"]]
