@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +19,19 @@ if TYPE_CHECKING:
     from kvc_conformance.runner import Request
 
 
-@functools.partial(with_source, named=False)
+def _unnamed(wrapped: Callable[..., int]) -> Callable[..., int]:
+    """Let a command do without a model's name."""
+    kind = Annotated[str | None, typer.Argument(help="The model's name; none with --tier.")]
+    given = inspect.signature(wrapped)
+    name = given.parameters["name"].replace(annotation=kind, default=None)
+    parameters = [name if item.name == "name" else item for item in given.parameters.values()]
+    wrapped.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined] # typer reads it
+    wrapped.__annotations__["name"] = kind
+    return wrapped
+
+
+@_unnamed
+@with_source
 def command(
     shared: dict[str, Any],
     *,

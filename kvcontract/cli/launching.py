@@ -28,18 +28,8 @@ _FIXED: dict[str, Any] = {
 }
 
 
-_NAME_OR_NONE: Any = Annotated[
-    str | None, typer.Argument(help="The model's name, as `kvc models` lists it; none with --tier.")
-]
-
-
-def with_source(command: Callable[..., int], *, named: bool = True) -> Callable[..., int]:
-    """Give a command the shared parameters; it receives their values as a dict, before its own.
-
-    Args:
-        command: takes them first.
-        named: it cannot do without a model's name.
-    """
+def with_source(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the shared parameters; it receives their values as a dict, before its own."""
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> int:
@@ -49,11 +39,10 @@ def with_source(command: Callable[..., int], *, named: bool = True) -> Callable[
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    defaults = dict.fromkeys(_FIXED) | ({"name": inspect.Parameter.empty} if named else {})
-    kinds = _FIXED if named else _FIXED | {"name": _NAME_OR_NONE}
+    defaults = dict.fromkeys(_FIXED) | {"name": inspect.Parameter.empty}
     fixed = [
         inspect.Parameter(name, keyword, annotation=kind, default=defaults[name])
-        for name, kind in kinds.items()
+        for name, kind in _FIXED.items()
     ]
     core = [inspect.Parameter(name, keyword, annotation=kind, default=None) for name, kind in _core_flags()]
     parameters = [*fixed, *core, *(item.replace(kind=keyword) for item in own)]
