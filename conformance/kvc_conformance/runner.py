@@ -38,7 +38,6 @@ class Request:
 
     Attributes:
         name: the model's or tier's name.
-        tier: it is a tier; `config`, `checkpoint`, `options`, `level` and `device` do not apply.
         file: an unpackaged plugin.
         config: a config.json: the declaration is judged for it, and a small model of it is run.
         checkpoint: a folder of config.json and weights, run as it is.
@@ -48,10 +47,10 @@ class Request:
         only: clauses to restrict the run to, with what they require; the verdict is then incomplete.
         seed: all randomness comes from it.
         device: where executors run, in torch's spelling.
+        tier: it is a tier; `config`, `checkpoint`, `options`, `level` and `device` do not apply.
     """
 
     name: str
-    tier: bool = False
     file: Path | None = None
     config: Path | None = None
     checkpoint: Path | None = None
@@ -61,6 +60,7 @@ class Request:
     only: tuple[str, ...] = ()
     seed: int = 0
     device: str = "cpu"
+    tier: bool = False
 
 
 @dataclass(frozen=True, slots=True)
