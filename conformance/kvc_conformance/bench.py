@@ -66,6 +66,7 @@ class Bench:
         findings: what is wrong with it, statically.
         samples: configs to build small checkpoints from.
         runs: whether the plugin brings an executor or asks for the generic one.
+        built_in: whether it is part of this distribution, whose fault a failure then is.
         shrunk: what was changed to make the small model, by key.
         kept: what checks of several clauses look at, by a name of theirs.
     """
@@ -78,6 +79,7 @@ class Bench:
     findings: tuple[Finding, ...] = ()
     samples: tuple[dict[str, Any], ...] = ()
     runs: bool = False
+    built_in: bool = False
     shrunk: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     _children: dict[str, Child] = field(default_factory=dict)
@@ -88,6 +90,11 @@ class Bench:
     def plugin(self) -> Child:
         """The child that has the plugin, for the facts given."""
         return self._child("plugin", self.job)
+
+    @property
+    def peer(self) -> Child:
+        """A second child that has the plugin, for the same facts."""
+        return self._child("peer", self.job)
 
     @property
     def small_plugin(self) -> Child:

@@ -21,6 +21,8 @@ PROBES: Final[Mapping[str, str]] = {
     "store": "kvc_conformance.probes.store",
     "engine": "kvc_conformance.probes.engine",
     "reference": "kvc_conformance.probes.reference",
+    "tier": "kvc_conformance.probes.tier",
+    "tier_stress": "kvc_conformance.probes.tier_stress",
 }
 """Family of a probe (the part of its name before the first dot) to the module that has it."""
 

@@ -121,6 +121,11 @@ class Child:
         """Whether the process still runs."""
         return self._process.poll() is None
 
+    def kill(self) -> None:
+        """End the process without a warning."""
+        self._process.kill()
+        self._process.wait()
+
     def close(self) -> None:
         """End the process: politely, then not."""
         self._channel.close()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal
 
-from kvcontract.contract.clauses import CLAUSES, LEVELS, Level, clause
+from kvcontract.contract.clauses import CLAUSES, LEVELS, Clause, Level, clause
 
 
 class Outcome(Enum):
@@ -129,7 +129,9 @@ class Verdict:
     exit_code: int
 
 
-def judge(name: str, results: Iterable[Result], asked: Level) -> Verdict:
+def judge(
+    name: str, results: Iterable[Result], asked: Level, registry: tuple[Clause, ...] = CLAUSES
+) -> Verdict:
     """Fold results into a verdict for the level asked for.
 
     A clause without any result did not run: nothing ran is incomplete, never green.
@@ -141,11 +143,13 @@ def judge(name: str, results: Iterable[Result], asked: Level) -> Verdict:
     for level in LEVELS:
         if level > asked:
             break
-        ids = [item.id for item in CLAUSES if item.level == level]
+        ids = [item.id for item in registry if item.level == level]
+        if not ids:
+            continue
         broken = [item for item in ids if worst.get(item) in BROKEN]
         if broken:
             listed = ", ".join(sorted(item for item, outcome in worst.items() if outcome in BROKEN))
-            held = f"; conformant at {reached}" if reached else ""
+            held = f"; conformant {_at(reached)}" if reached else ""
             return Verdict("not conformant", reached, f"{name}: not conformant: {listed}{held}", 1)
         lacking = [item for item in ids if worst.get(item) not in HOLDS]
         if lacking and not open_reasons:
@@ -156,9 +160,13 @@ def judge(name: str, results: Iterable[Result], asked: Level) -> Verdict:
         listed = ", ".join(sorted(item for item, outcome in worst.items() if outcome in BROKEN))
         return Verdict("not conformant", reached, f"{name}: not conformant: {listed}", 1)
     if open_reasons:
-        held = f"conformant at {reached}; " if reached else ""
+        held = f"conformant {_at(reached)}; " if reached else ""
         return Verdict("incomplete", reached, f"{name}: {held}{'; '.join(open_reasons)}", 3)
-    return Verdict("conformant", reached, f"{name}: conformant at {reached}", 0)
+    return Verdict("conformant", reached, f"{name}: conformant {_at(reached)}", 0)
+
+
+def _at(level: Level | None) -> str:
+    return "as a tier" if level == "T" else f"at {level}"
 
 
 def _reasons(level: Level, lacking: list[str], results: list[Result]) -> list[str]:

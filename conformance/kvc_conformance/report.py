@@ -30,10 +30,10 @@ def as_json(report: Report) -> dict[str, Any]:
     request = report.request
     return {
         "schema": "kvc.report/1",
-        "model": request.name,
+        ("tier" if request.tier else "model"): request.name,
         "verdict": report.verdict.kind,
         "level": report.verdict.level,
-        "asked": request.level,
+        "asked": "T" if request.tier else request.level,
         "sentence": report.verdict.sentence,
         "exit_code": report.verdict.exit_code,
         "counts": dict(Counter(result.outcome.value for result in report.results)),
@@ -114,7 +114,7 @@ def _labelled(label: str, text: list[str]) -> list[str]:
 
 def again(request: Request, clause_id: str) -> str:
     """The command that runs one clause again, as this run did."""
-    words = ["kvc", "conformance", request.name]
+    words = ["kvc", "conformance", *(["--tier"] if request.tier else []), request.name]
     for name in ("config", "checkpoint"):
         if getattr(request, name) is not None:
             words += [f"--{name}", str(getattr(request, name))]

@@ -13,16 +13,17 @@ from typing import Any, Final
 
 from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable, parse
 from kvc_conformance.checkpoints import refuse_broken_weights
-from kvc_conformance.checks import CHECKS
+from kvc_conformance.checks import CHECKS, TIER_CHECKS
 from kvc_conformance.driver import ChildDied, ProbeFailed
 from kvc_conformance.outcomes import BROKEN, HOLDS, Evidence, Fault, Outcome, Result, Verdict, fold, judge
-from kvcontract.contract.clauses import CLAUSES, Level, clause
+from kvcontract.contract.clauses import CLAUSES, TIER_CLAUSES, Clause, Level, clause
 from kvcontract.contract.errors import EnvironmentFault, InternalFault, UsageFault
 from kvcontract.core.identity import load_config
 
 NOT_LOADED: Final = 4
 BROKEN_PLUGIN: Final = "KVC-DECL-01"
 BAD_RETURN: Final = "KVC-DECL-04"
+NO_TIER: Final = "KVC-TIER-01"
 LOAD_FAULTS: Final = frozenset({"PluginLoadError", "PluginNotFound", "DuplicatePlugin"})
 PLUGIN_FAULTS: Final = LOAD_FAULTS | {"PluginFault", "HookQuit", "NotConformant"}
 NO_MEMORY: Final = ("MemoryError", "OutOfMemoryError")
@@ -36,7 +37,7 @@ class Request:
     """What to certify, and how.
 
     Attributes:
-        name: the model's name.
+        name: the model's or tier's name.
         file: an unpackaged plugin.
         config: a config.json: the declaration is judged for it, and a small model of it is run.
         checkpoint: a folder of config.json and weights, run as it is.
@@ -46,6 +47,7 @@ class Request:
         only: clauses to restrict the run to, with what they require; the verdict is then incomplete.
         seed: all randomness comes from it.
         device: where executors run, in torch's spelling.
+        tier: it is a tier; `config`, `checkpoint`, `options`, `level` and `device` do not apply.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Request:
     only: tuple[str, ...] = ()
     seed: int = 0
     device: str = "cpu"
+    tier: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,16 @@ class Report:
     environment: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is certified: by which clauses and checks, up to which level, and how a child loads it."""
+
+    clauses: tuple[Clause, ...]
+    checks: tuple[Check, ...]
+    level: Level
+    load: Callable[[Bench], _Refusal | None]
+
+
 Progress = Callable[[Result], None]
 Planned = Callable[[int], None]
 
@@ -96,16 +109,17 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     """
     tell = progress or (lambda _: None)
     _refuse(request)
+    subject = _subject(request)
     with tempfile.TemporaryDirectory(prefix="kvc-") as folder:
         bench = Bench(_job(request), Path(folder), request.seed, request.checkpoint)
         try:
-            failure = _load(bench)
-            runner = _Runner(bench, request, tell)
+            failure = subject.load(bench)
+            runner = _Runner(bench, request, subject, tell)
             results = runner.refused(failure) if failure else runner.all()
         finally:
             bench.close()
     _inventory(runner.plan, results)
-    verdict = judge(request.name, results, request.level)
+    verdict = judge(request.name, results, subject.level, subject.clauses)
     if failure is not None and not failure.loaded:
         sentence = f"{request.name}: could not be loaded: {failure.evidence.saw}"
         verdict = Verdict("not conformant", None, sentence, NOT_LOADED)
@@ -115,15 +129,24 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     return Report(request, tuple(runner.plan), tuple(results), verdict, environment(bench))
 
 
+def _subject(request: Request) -> _Subject:
+    if request.tier:
+        return _Subject(TIER_CLAUSES, TIER_CHECKS, "T", _load_tier)
+    return _Subject(CLAUSES, CHECKS, request.level, _load)
+
+
 def _refuse(request: Request) -> None:
     faults = []
     if request.config is not None and request.checkpoint is not None:
         faults.append("give --config or --checkpoint, not both")
     for item in request.only:
         try:
-            clause(item)
+            level = clause(item).level
         except UsageFault as error:
             faults.append(str(error))
+            continue
+        if (level == "T") != request.tier:
+            faults.append(f"{item} is a clause on {'tiers' if level == 'T' else 'models'}")
     if faults:
         raise UsageFault("; ".join(faults))
     if request.config is not None:
@@ -182,6 +205,17 @@ def _load(bench: Bench) -> _Refusal | None:
     return None
 
 
+def _load_tier(bench: Bench) -> _Refusal | None:
+    """Have the tier's plugin imported; what keeps it from that is returned."""
+    try:
+        bench.built_in = bool(bench.plugin.call("tier.load_plugin").body["built_in"])
+    except ChildDied as error:
+        return _Refusal(NO_TIER, Evidence(f"while it was imported, {error}", fault="plugin"), loaded=False)
+    except ProbeFailed as error:
+        return replace(_refusal(error, loaded=False), clause=NO_TIER)
+    return None
+
+
 def _refusal(error: ProbeFailed, *, loaded: bool) -> _Refusal:
     if not error.from_plugin and error.kind == "UsageFault":
         raise UsageFault(error.text) from error
@@ -198,9 +232,10 @@ def _refusal(error: ProbeFailed, *, loaded: bool) -> _Refusal:
 
 
 class _Runner:
-    def __init__(self, bench: Bench, request: Request, tell: Progress) -> None:
+    def __init__(self, bench: Bench, request: Request, subject: _Subject, tell: Progress) -> None:
         self._bench = bench
         self._request = request
+        self._subject = subject
         self._tell = tell
         self.plan: list[tuple[str, str]] = []
         self._results: list[Result] = []
@@ -208,11 +243,11 @@ class _Runner:
     def all(self) -> list[Result]:
         """Run every check of the levels asked for, in the order of the clauses."""
         chosen = self._chosen()
-        for item in CLAUSES:
-            if item.level > self._request.level:
+        for item in self._subject.clauses:
+            if item.level > self._subject.level:
                 continue
             before = len(self._results)
-            for check in (check for check in CHECKS if check.clause == item.id):
+            for check in (check for check in self._subject.checks if check.clause == item.id):
                 self._run(check, selected=item.id in chosen)
             self._tell_of(self._results[before:])
         return self._results
@@ -220,8 +255,8 @@ class _Runner:
     def refused(self, failure: _Refusal) -> list[Result]:
         """The results of a plugin that never came to declare: one failure, everything else blocked."""
         broken = failure.clause
-        for item in CLAUSES:
-            if item.level > self._request.level:
+        for item in self._subject.clauses:
+            if item.level > self._subject.level:
                 continue
             self.plan.append((item.id, ""))
             if item.id == broken:
@@ -233,7 +268,7 @@ class _Runner:
 
     def _chosen(self) -> set[str]:
         if not self._request.only:
-            return {item.id for item in CLAUSES}
+            return {item.id for item in self._subject.clauses}
         chosen: set[str] = set()
         open_ids = [clause(item).id for item in self._request.only]
         while open_ids:
@@ -292,6 +327,8 @@ class _Runner:
         return Result(clause_id, case, outcome, evidence, (), time.monotonic() - began)
 
     def _add(self, result: Result) -> None:
+        if self._bench.built_in and result.fault == "plugin":
+            result = replace(result, evidence=replace(result.evidence, fault="runtime"))
         self._results.append(result)
         if result.outcome in BROKEN:
             self._tell(result)

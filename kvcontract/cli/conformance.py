@@ -1,9 +1,11 @@
-"""``kvc conformance``: certify a plugin."""
+"""``kvc conformance``: certify a plugin of a model, or a tier."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,42 +15,56 @@ from kvcontract.contract.clauses import LEVELS, Level
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.options import LaunchOptions
 
+if TYPE_CHECKING:
+    from kvc_conformance.runner import Request
 
+
+def _unnamed(wrapped: Callable[..., int]) -> Callable[..., int]:
+    """Let a command do without a model's name."""
+    kind = Annotated[str | None, typer.Argument(help="The model's name; none with --tier.")]
+    given = inspect.signature(wrapped)
+    name = given.parameters["name"].replace(annotation=kind, default=None)
+    parameters = [name if item.name == "name" else item for item in given.parameters.values()]
+    wrapped.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined] # typer reads it
+    wrapped.__annotations__["name"] = kind
+    return wrapped
+
+
+@_unnamed
 @with_source
 def command(
     shared: dict[str, Any],
     *,
-    level: Annotated[str, typer.Option(help="The level to certify: L0, L1 or L2.")] = "L2",
+    tier: Annotated[
+        str | None, typer.Option("--tier", help="Certify this tier, for example dram, instead of a model.")
+    ] = None,
+    level: Annotated[
+        str | None, typer.Option(help="The level to certify: L0, L1 or L2.", show_default="L2")
+    ] = None,
     clauses: Annotated[
         list[str] | None, typer.Option("--clause", help="Only this clause and what it requires; repeatable.")
     ] = None,
     seed: Annotated[int, typer.Option(help="All of the suite's randomness comes from it.")] = 0,
-    device: Annotated[str, typer.Option(help="Where executors run: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="Where executors run: cpu, cuda, cuda:1, ...", show_default="cpu")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Tell every failure in full.")] = False,
     tb: Annotated[bool, typer.Option("--tb", help="Show the end of tracebacks.")] = False,
     json: JsonFlag = False,
 ) -> int:
     """Certify a plugin.
 
-    Judges the declaration, its bytes, and the model running over them.
+    Judges the declaration, its bytes, and the model running over them; with --tier, what a tier gives back.
 
     Examples: kvc conformance qwen3 · kvc conformance qwen3 --checkpoint DIR --page-tokens 64 ·
-    kvc conformance mine --plugin mine.py --level L1
+    kvc conformance mine --plugin mine.py --level L1 · kvc conformance --tier dram
     """
     from kvc_conformance import report as reports  # noqa: PLC0415 - `kvc --help` must not pay for the suite
-    from kvc_conformance.runner import Request, run  # noqa: PLC0415
+    from kvc_conformance.runner import run  # noqa: PLC0415
 
-    request = Request(
-        name=shared["name"],
-        file=shared["plugin"],
-        config=shared["config"],
-        checkpoint=shared["checkpoint"],
-        options={name: shared[name] for name in LaunchOptions.model_fields},
-        plugin_options=shared["set_options"],
-        level=_level(level),
-        only=tuple(clauses or ()),
-        seed=seed,
-        device=device,
+    given = {"level": level, "device": device}
+    request = (
+        _model(shared, given, clauses, seed) if tier is None else _tier(tier, shared, given, clauses, seed)
     )
     talk = view.console(sys.stderr)
 
@@ -57,7 +73,8 @@ def command(
         talk.print(f"{reports.WORDS[result.outcome]:<10} {result.clause}{case} {result.seconds:.1f} s")
 
     if not json:
-        talk.print(f"{request.name}: certifying up to {request.level} ({LEVELS[request.level]})")
+        what = LEVELS["T"] if request.tier else f"up to {request.level} ({LEVELS[request.level]})"
+        talk.print(f"{request.name}: certifying {what}")
     found = run(request, progress=tell)
     if json:
         view.emit_json(reports.as_json(found))
@@ -65,6 +82,47 @@ def command(
         for line in reports.lines(found, everything=everything, tracebacks=tb):
             view.console().print(line)
     return found.verdict.exit_code
+
+
+def _model(
+    shared: dict[str, Any], given: dict[str, str | None], clauses: list[str] | None, seed: int
+) -> Request:
+    from kvc_conformance.runner import Request  # noqa: PLC0415 - as above
+
+    if shared["name"] is None:
+        raise UsageFault("name a model, as `kvc models` lists it, or a tier with --tier")
+    return Request(
+        name=shared["name"],
+        file=shared["plugin"],
+        config=shared["config"],
+        checkpoint=shared["checkpoint"],
+        options={name: shared[name] for name in LaunchOptions.model_fields},
+        plugin_options=shared["set_options"],
+        level=_level(given["level"] or "L2"),
+        only=tuple(clauses or ()),
+        seed=seed,
+        device=given["device"] or "cpu",
+    )
+
+
+def _tier(
+    name: str, shared: dict[str, Any], given: dict[str, str | None], clauses: list[str] | None, seed: int
+) -> Request:
+    from kvc_conformance.runner import Request  # noqa: PLC0415 - as above
+
+    taken = {"plugin", "set_options"}
+    beside = [flag for flag, value in {**shared, **given}.items() if flag not in taken and value is not None]
+    if beside:
+        flags = ", ".join("a model" if flag == "name" else f"--{flag.replace('_', '-')}" for flag in beside)
+        raise UsageFault(f"--tier certifies a tier: {flags} does not apply")
+    return Request(
+        name=name,
+        tier=True,
+        file=shared["plugin"],
+        plugin_options=shared["set_options"],
+        only=tuple(clauses or ()),
+        seed=seed,
+    )
 
 
 def _level(text: str) -> Level:

@@ -9,7 +9,7 @@ import typer
 
 from kvcontract.cli import view
 from kvcontract.cli.launching import JsonFlag
-from kvcontract.contract.clauses import CLAUSES, LEVELS, Clause, clause
+from kvcontract.contract.clauses import CLAUSES, LEVELS, TIER_CLAUSES, Clause, clause
 from kvcontract.contract.errors import UsageFault
 
 
@@ -27,11 +27,11 @@ def command(
     """
     if everything == (clause_id is not None):
         raise UsageFault("name one clause, or give --all")
-    chosen = CLAUSES if clause_id is None else (clause(clause_id),)
+    chosen = (*CLAUSES, *TIER_CLAUSES) if clause_id is None else (clause(clause_id),)
     if json:
         view.emit_json({"schema": "kvc.clauses/1", "clauses": [asdict(item) for item in chosen]})
     elif clause_id is None:
-        view.table(f"{len(CLAUSES)} clauses", ("id", "level", "kept by", "rule"), map(_row, chosen))
+        view.table(f"{len(chosen)} clauses", ("id", "level", "kept by", "rule"), map(_row, chosen))
     else:
         _print(chosen[0])
     return 0

@@ -7,48 +7,13 @@ texts of failures and the one-page contract are all drawn from here.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
+from kvcontract.contract.clause import LEVELS, Clause, Keeper, Level
 from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.tier_clauses import TIERS
 
-Level = Literal["L0", "L1", "L2", "L3"]
-Keeper = Literal["author", "engine", "runtime"]
-
-LEVELS: Final[dict[Level, str]] = {
-    "L0": "declared: static checks of the declaration",
-    "L1": "core: layout, binding and repack against an oracle",
-    "L2": "runtime: prefix reuse, eviction, offload; needs an executor",
-    "L3": "disaggregated: processes and faults (not served by this version)",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Clause:
-    """One rule.
-
-    Attributes:
-        id: ``KVC-FAMILY-nn``.
-        level: the level of certification it belongs to.
-        who: whose duty it is.
-        rule: what must hold, in one sentence.
-        why: what goes wrong otherwise.
-        fix: the first thing to try.
-        rests_on: ids of the behaviours it serves.
-        requires: clauses without which it says nothing; when one fails, this one is blocked.
-        since: the contract revision that introduced it.
-    """
-
-    id: str
-    level: Level
-    who: Keeper
-    rule: str
-    why: str
-    fix: str
-    rests_on: tuple[str, ...] = ()
-    requires: tuple[str, ...] = ()
-    since: int = 1
-
+__all__ = ["CLAUSES", "LEVELS", "TIER_CLAUSES", "Clause", "Keeper", "Level", "clause"]
 
 _LOADED = ("KVC-DECL-01", "KVC-DECL-02", "KVC-DECL-03", "KVC-DECL-04")
 _SOUND = (
@@ -424,7 +389,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
     ),
 )
 
-_NAMED: Final = {item.id: item for item in _REGISTRY}
+_NAMED: Final = {item.id: item for item in (*_REGISTRY, *TIERS)}
 
 
 def _depth(item: Clause) -> int:
@@ -432,7 +397,10 @@ def _depth(item: Clause) -> int:
 
 
 CLAUSES: Final[tuple[Clause, ...]] = tuple(sorted(_REGISTRY, key=lambda item: (item.level, _depth(item))))
-"""Every clause, lower levels first, and what a clause requires before it."""
+"""Every clause on models, lower levels first, and what a clause requires before it."""
+
+TIER_CLAUSES: Final[tuple[Clause, ...]] = tuple(sorted(TIERS, key=_depth))
+"""Every clause on tiers, what a clause requires before it."""
 
 
 def clause(clause_id: str) -> Clause:

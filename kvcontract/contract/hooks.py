@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from kvcontract.contract.executor import Executor, HfLayers
 from kvcontract.contract.model import KvModel
 from kvcontract.contract.options import Context
+from kvcontract.contract.tier_context import TierContext
 
 PROJECT: Final = "kvcontract"
 """pluggy project name and entry-point group of model plugins."""
@@ -60,4 +61,9 @@ def kvc_samples(ctx: Context) -> tuple[dict[str, Any], ...]:  # type: ignore[emp
     """
 
 
-HOOKS: Final[tuple[str, ...]] = ("kvc_model", "kvc_options", "kvc_executor", "kvc_samples")
+@hookspec
+def kvc_tier(ctx: TierContext) -> object:
+    """Open a tier, a `kvcontract.tiers.base.Tier` (required of tier plugins, group ``kvcontract.tiers``)."""
+
+
+HOOKS: Final[tuple[str, ...]] = ("kvc_model", "kvc_options", "kvc_executor", "kvc_samples", "kvc_tier")

@@ -38,19 +38,23 @@ from kvcontract.contract.finding import Finding
 from kvcontract.contract.model import CONTRACT_REVISION, KvModel
 from kvcontract.contract.options import Context, LaunchOptions, MissingFacts, Refused, parse_options
 from kvcontract.contract.revalidate import revalidate, shown
+from kvcontract.contract.tier_context import TierContext
 
 MISSPELT: Final = "KVC-DECL-02"
 BROKEN: Final = "KVC-DECL-01"
 SHAPE: Final = "KVC-DECL-04"
 OTHER_REVISION: Final = "KVC-DECL-03"
 
+_KINDS: Final = {"kvc_model": (hooks.PROJECT, "model"), "kvc_tier": (f"{hooks.PROJECT}.tiers", "tier")}
+"""The hook that a kind of plugin must have, its entry-point group, and what it is called."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Installed:
-    """A model plugin that package metadata announces; nothing of it has been imported.
+    """A plugin that package metadata announces; nothing of it has been imported.
 
     Attributes:
-        name: the model's name.
+        name: the model's or tier's name.
         dist: distribution, with its version.
         target: module to import.
     """
@@ -61,9 +65,9 @@ class Installed:
     target: str
 
 
-def installed() -> tuple[Installed, ...]:
-    """All announced plugins, sorted; from metadata only, so it is quick and safe."""
-    return tuple(sorted(_describe(entry) for entry in entry_points(group=hooks.PROJECT)))
+def installed(hook: str = "kvc_model") -> tuple[Installed, ...]:
+    """All announced plugins of a kind, sorted; from metadata only, so it is quick and safe."""
+    return tuple(sorted(_describe(entry) for entry in entry_points(group=_KINDS[hook][0])))
 
 
 def _describe(entry: EntryPoint) -> Installed:
@@ -74,7 +78,7 @@ def _describe(entry: EntryPoint) -> Installed:
 class Plugin:
     """A loaded plugin: its hooks, called one by one, with faults named."""
 
-    def __init__(self, name: str, module: ModuleType, dist: str) -> None:
+    def __init__(self, name: str, module: ModuleType, dist: str, needs: str = "kvc_model") -> None:
         self.name = name
         self.module = module
         self.dist = dist
@@ -87,14 +91,14 @@ class Plugin:
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
             raise PluginLoadError(name, str(error), clause=MISSPELT, cause=error) from error
-        if not self.implements("kvc_model"):
-            raise PluginLoadError(name, "it has no kvc_model hook", clause=MISSPELT)
+        if not self.implements(needs):
+            raise PluginLoadError(name, f"it has no {needs} hook", clause=MISSPELT)
 
     def implements(self, hook: str) -> bool:
         """Whether the plugin brings a hook."""
         return bool(getattr(self._manager.hook, hook).get_hookimpls())
 
-    def call(self, hook: str, ctx: Context) -> Any:
+    def call(self, hook: str, ctx: Context | TierContext) -> Any:
         """Call one hook.
 
         Raises:
@@ -328,12 +332,13 @@ def _unhonoured(ctx: Context, model: KvModel) -> list[Finding]:
     return findings
 
 
-def load(name: str, *, file: Path | None = None) -> Plugin:
+def load(name: str, *, file: Path | None = None, hook: str = "kvc_model") -> Plugin:
     """Import one plugin.
 
     Args:
-        name: the model's name.
+        name: the model's or tier's name.
         file: an unpackaged plugin, used instead of an installed one; its name is the file's stem.
+        hook: ``kvc_model`` for a plugin of a model, ``kvc_tier`` for one of a tier.
 
     Raises:
         PluginNotFound: no such name; the nearest are given.
@@ -341,10 +346,10 @@ def load(name: str, *, file: Path | None = None) -> Plugin:
         PluginLoadError: it could not be imported or registered; carries the clause and the cause.
     """
     if file is not None:
-        return _load_file(name, file)
-    entries = [entry for entry in entry_points(group=hooks.PROJECT) if entry.name == name]
+        return _load_file(name, file, hook)
+    entries = [entry for entry in entry_points(group=_KINDS[hook][0]) if entry.name == name]
     if not entries:
-        raise PluginNotFound(_not_found(name))
+        raise PluginNotFound(_not_found(name, hook))
     if len(entries) > 1:
         dists = " and ".join(f"{item.dist} {item.version}" for item in map(_describe, entries))
         raise DuplicatePlugin(f"plugin {name!r} is announced by {dists}; uninstall one ({BROKEN})")
@@ -355,10 +360,10 @@ def load(name: str, *, file: Path | None = None) -> Plugin:
         raise _import_failure(name, error) from error
     if not isinstance(module, ModuleType):
         raise PluginLoadError(name, f"{entries[0].value} is not a module", clause=BROKEN)
-    return Plugin(name, module, f"{_describe(entries[0]).dist} {_describe(entries[0]).version}")
+    return Plugin(name, module, f"{_describe(entries[0]).dist} {_describe(entries[0]).version}", hook)
 
 
-def _load_file(name: str, file: Path) -> Plugin:
+def _load_file(name: str, file: Path, hook: str) -> Plugin:
     if not file.is_file():
         raise PluginNotFound(f"there is no plugin file {str(file)!r}")
     if name != file.stem:
@@ -374,7 +379,7 @@ def _load_file(name: str, file: Path) -> Plugin:
     except BaseException as error:
         del sys.modules[file.stem]
         raise _import_failure(name, error) from error
-    return Plugin(name, module, str(file))
+    return Plugin(name, module, str(file), hook)
 
 
 def _import_failure(name: str, error: BaseException) -> PluginLoadError:
@@ -385,12 +390,12 @@ def _import_failure(name: str, error: BaseException) -> PluginLoadError:
     )
 
 
-def _not_found(name: str) -> str:
-    names = sorted({item.name for item in installed()})
+def _not_found(name: str, hook: str) -> str:
+    names, kind = sorted({item.name for item in installed(hook)}), _KINDS[hook][1]
     near = difflib.get_close_matches(name, names, n=3)
     if near:
-        return f"no model plugin is named {name!r}; did you mean {', '.join(near)}?"
-    return f"no model plugin is named {name!r}; installed: {', '.join(names) or 'none'}"
+        return f"no {kind} plugin is named {name!r}; did you mean {', '.join(near)}?"
+    return f"no {kind} plugin is named {name!r}; installed: {', '.join(names) or 'none'}"
 
 
 def _refuse_other_revision(name: str, module: ModuleType) -> None:

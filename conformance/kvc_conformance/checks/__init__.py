@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvc_conformance.bench import Check
-from kvc_conformance.checks import golden, layout, offload, prefix, static
+from kvc_conformance.checks import golden, layout, offload, prefix, static, tier, tier_damage, tier_life
 
 CHECKS: Final[tuple[Check, ...]] = (
     *static.CHECKS,
@@ -14,3 +14,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *prefix.CHECKS,
     *offload.CHECKS,
 )
+"""The checks on models."""
+
+TIER_CHECKS: Final[tuple[Check, ...]] = (*tier.CHECKS, *tier_life.CHECKS, *tier_damage.CHECKS)
+"""The checks on tiers."""

@@ -1,0 +1,44 @@
+"""What a clause of the contract is, and the levels they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Level = Literal["L0", "L1", "L2", "L3", "T"]
+Keeper = Literal["author", "engine", "runtime"]
+
+LEVELS: Final[dict[Level, str]] = {
+    "L0": "declared: static checks of the declaration",
+    "L1": "core: layout, binding and repack against an oracle",
+    "L2": "runtime: prefix reuse, eviction, offload; needs an executor",
+    "L3": "disaggregated: processes and faults (not served by this version)",
+    "T": "tier: a place for records below the device; certified by itself, without a model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """One rule.
+
+    Attributes:
+        id: ``KVC-FAMILY-nn``.
+        level: the level of certification it belongs to.
+        who: whose duty it is.
+        rule: what must hold, in one sentence.
+        why: what goes wrong otherwise.
+        fix: the first thing to try.
+        rests_on: ids of the behaviours it serves.
+        requires: clauses without which it says nothing; when one fails, this one is blocked.
+        since: the contract revision that introduced it.
+    """
+
+    id: str
+    level: Level
+    who: Keeper
+    rule: str
+    why: str
+    fix: str
+    rests_on: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    since: int = 1
