@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcontract.cli import view
-from kvcontract.cli.launching import JsonFlag, with_source
+from kvcontract.cli.launching import JsonFlag, with_optional_source
 from kvcontract.contract.clauses import LEVELS, Level
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.options import LaunchOptions
@@ -19,19 +17,7 @@ if TYPE_CHECKING:
     from kvc_conformance.runner import Request
 
 
-def _unnamed(wrapped: Callable[..., int]) -> Callable[..., int]:
-    """Let a command do without a model's name."""
-    kind = Annotated[str | None, typer.Argument(help="The model's name; none with --tier.")]
-    given = inspect.signature(wrapped)
-    name = given.parameters["name"].replace(annotation=kind, default=None)
-    parameters = [name if item.name == "name" else item for item in given.parameters.values()]
-    wrapped.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined] # typer reads it
-    wrapped.__annotations__["name"] = kind
-    return wrapped
-
-
-@_unnamed
-@with_source
+@with_optional_source
 def command(
     shared: dict[str, Any],
     *,

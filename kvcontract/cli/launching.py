@@ -27,12 +27,17 @@ _FIXED: dict[str, Any] = {
     ],
 }
 
-_MAYBE_NAMED = Annotated[str | None, typer.Argument(help="The model's name; small samples if none is given.")]
+_MAYBE_NAMED = Annotated[str | None, typer.Argument(help="The model's name; may be left out.")]
 
 
 def with_source(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command the shared parameters; it receives their values as a dict, before its own."""
     return _with_source(command, named=True)
+
+
+def with_optional_source(command: Callable[..., int]) -> Callable[..., int]:
+    """Like `with_source`, for a command that also runs without a name."""
+    return _with_source(command, named=False)
 
 
 def _with_source(command: Callable[..., int], *, named: bool) -> Callable[..., int]:
@@ -81,7 +86,7 @@ def with_optional_model(command: Callable[..., int]) -> Callable[..., int]:
             raise UsageFault(f"without a model's name nothing can be said of {', '.join(given)}")
         return command(None, **own)
 
-    return _with_source(opened, named=False)
+    return with_optional_source(opened)
 
 
 def _core_names() -> tuple[str, ...]:
