@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -159,7 +160,8 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
 
 
 def _look_at_gauges(world: World, node: Node) -> None:
-    judge, gauges = world.judge, node.store.stats().gauges
+    judge, stats = world.judge, node.store.stats()
+    gauges = stats.gauges
     pinned = reserved = 0
     for pool in node.pools:
         now = pool.gauges()
@@ -184,7 +186,7 @@ def _look_at_gauges(world: World, node: Node) -> None:
         judge.holds("A5", ok=not leases, text=f"everybody waits for room, and {leases} leases are held")
     _look_for_stuck(world, node, gauges)
     if not gauges["saves"] and not gauges["shed"]:
-        _look_at_owed(world, node)
+        _look_at_owed(world, node, stats.counters)
     _look_at_landed(world, node, loads)
 
 
@@ -198,8 +200,7 @@ def _look_for_stuck(world: World, node: Node, gauges: dict[str, int]) -> None:
         world.judge.holds("A7", ok=not plain, text=f"{len(plain)} plain resolves wait for nothing")
 
 
-def _look_at_owed(world: World, node: Node) -> None:
-    counters = node.store.stats().counters
+def _look_at_owed(world: World, node: Node, counters: Mapping[str, int]) -> None:
     unasked = counters.get("pages_not_saved_expired", 0) + counters.get("pages_not_saved_refused", 0)
     failed, node.unasked = unasked != node.unasked, unasked  # saves that no tier has seen: they told so
     for front in node.fronts:
