@@ -149,7 +149,8 @@ def test_requests_that_do_not_fit_wait_in_order(setup: Setup) -> None:
     with setup.engine() as engine:
         ids = [engine.submit(prompt(40, seed), 20) for seed in range(5)]
         engine.step()
-        assert engine.gauges() == {"resolving": 0, "arrived": 0, "waiting": 3, "active": 2}
+        gauges = engine.gauges()
+        assert (gauges["waiting"], gauges["active"], sum(gauges.values())) == (3, 2, 5)
         results = engine.run()
         assert engine.idle
         assert not any(engine.gauges().values())
