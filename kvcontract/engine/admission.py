@@ -93,9 +93,7 @@ class Admission:
 
     def next(self) -> Active | tuple[Request, Result] | None:
         """The next request that fits, admitted; or with its result where it ends here; None if none fits."""
-        if not self.has_slots:
-            return None
-        waiter = self._queue.next()
+        waiter = self._queue.next() if self.has_slots else None
         if waiter is None:
             return None
         arrival = _current(waiter)

@@ -8,8 +8,9 @@ for want of pages in the middle.  There are two reasons to preempt:
 - a caller says so: that request goes behind the equals that wait at that moment.
 
 A preempted request *rests*: it holds nothing and asks for nothing, so that it cannot take back what it has
-just given.  Once nobody goes before it, it resolves its tokens like any request and stands in front of its
-equals.  Only a strictly higher priority preempts, so no two requests can preempt each other by turns.
+just given, nor wait in the store for room that is not there.  It is *due* once nobody in line goes before it;
+from then on nobody passes it.  When it fits it resolves its tokens like any request, and stands in front of
+its equals.  Only a strictly higher priority preempts, so no two requests can preempt each other by turns.
 """
 
 from __future__ import annotations
@@ -64,8 +65,11 @@ def _pages(items: Iterable[Active]) -> Pages:
     return np.concatenate([NO_PAGES, *(item.kv.pages for item in items)])
 
 
-def goes_before(item: Active, waiting: Iterable[Request]) -> bool:
-    """Whether somebody who waits goes before a request that rests."""
-    return any(
-        request.priority > item.request.priority or request.id in item.yields_to for request in waiting
-    )
+def due(resting: Iterable[Active], waiting: Sequence[Request]) -> list[Active]:
+    """Those that rest and are next, in their order: none of those that wait goes before them."""
+    found = [
+        item
+        for item in resting
+        if not any(other.priority > item.request.priority or other.id in item.yields_to for other in waiting)
+    ]
+    return sorted(found, key=lambda item: (-item.request.priority, item.request.id))

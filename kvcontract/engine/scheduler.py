@@ -21,7 +21,7 @@ from kvcontract.engine.admission import Admission
 from kvcontract.engine.batch import build_step, wanted_rows, written
 from kvcontract.engine.drafter import Drafter
 from kvcontract.engine.intake import Arrival
-from kvcontract.engine.preemption import goes_before, victims
+from kvcontract.engine.preemption import due, victims
 from kvcontract.engine.request import Finish, Request, Result, refusal
 from kvcontract.engine.sampling import Sampler
 from kvcontract.memory.binding import Binding
@@ -146,7 +146,7 @@ class Scheduler:
         """Admit waiting requests in the line's order, and make room for the first by its priority."""
         admitted = 0
         while True:
-            while len(self.active) < self._machine.max_requests and (answer := self.line.next()) is not None:
+            while self._has_place() and (answer := self._next()) is not None:
                 if isinstance(answer, Active):
                     self.active.append(answer)
                 else:
@@ -158,13 +158,16 @@ class Scheduler:
             for item in chosen:
                 self._preempt(item)
 
+    def _next(self) -> Active | tuple[Request, Result] | None:
+        """The next in line that fits; nobody, while somebody who rests is next."""
+        return None if self.resting and due(self.resting, self._waiting()) else self.line.next()
+
     def _victims(self) -> list[Active]:
         lowest = min((item.request.priority for item in self.active), default=None)
         if lowest is None or not any(request.priority > lowest for request in self._waiting()):
             return []
         lack = self.line.head()
-        room = len(self.active) < self._machine.max_requests and self.line.has_slots
-        return [] if lack is None else victims(self.active, lack, self.line.pool, room=room)
+        return [] if lack is None else victims(self.active, lack, self.line.pool, room=self._has_place())
 
     def _preempt(self, item: Active, yields_to: frozenset[int] = frozenset()) -> None:
         """Seal what is complete, give pages and slots back, rest (B20)."""
@@ -177,13 +180,23 @@ class Scheduler:
         self.line.release_slots(item)
 
     def _wake_rested(self) -> int:
-        """Let those resolve again whom nobody goes before any more; how many."""
-        waiting = self._waiting()
-        rested = [item for item in self.resting if not goes_before(item, waiting)]
-        for item in rested:
+        """Let those resolve again that are next and fit; how many."""
+        room, woken = self.line.pool.budget(), 0
+        for item in due(self.resting, self._waiting()):
+            lifetime = item.kv.lifetime_pages
+            fits = room >= lifetime and self._has_place(woken)
+            lower = any(other.request.priority < item.request.priority for other in self.active)
+            # With nobody active only other holds can be in the way, which are let go for the first in line.
+            if not (fits or lower) and (self.active or woken):
+                break
             self.resting.remove(item)
             self._begin(item.request, item)
-        return len(rested)
+            room, woken = room - lifetime, woken + 1
+        return woken
+
+    def _has_place(self, taken: int = 0) -> bool:
+        """Whether one request more fits into the batch and the slots."""
+        return len(self.active) + taken < self._machine.max_requests and self.line.has_slots
 
     def _waiting(self) -> list[Request]:
         return [arrival.request for arrival in self.line]
@@ -278,8 +291,7 @@ class Scheduler:
     def _branch(self, item: Active, request: Request, logits: Tensor) -> None:
         sampler = Sampler(request.sampling)
         token = sampler(logits)
-        full = len(self.active) >= self._machine.max_requests or not self.line.has_slots
-        kv = Later(1) if full or item.kv.finished else item.kv.fork(token)
+        kv = item.kv.fork(token) if self._has_place() and not item.kv.finished else Later(1)
         prefix = KvPrefix.none(item.prefix.rank)
         if isinstance(kv, Later):
             self.line.push(Arrival(request, prefix, sampler=sampler, forced=token))
