@@ -249,7 +249,7 @@ def test_b20_the_line_is_in_order_of_priority(case: Tiny) -> None:
         rest = [
             submit(engine, prompt(30, seed), 10, priority=p) for seed, p in ((2, 0), (3, 2), (4, 1), (5, 2))
         ]
-        until(engine, lambda: order.extend(engine.take_results()) or engine.idle)
+        until(engine, lambda: settle(engine) or order.extend(engine.take_results()) or engine.idle)
         assert order == [rest[1], rest[3], rest[2], first, rest[0]]
 
 
@@ -281,7 +281,7 @@ def test_b20_a_caller_lets_the_equals_that_wait_go_first(case: Tiny) -> None:
         engine.preempt(first)
         engine.step()
         third = submit(engine, prompt(30, 3), 10)
-        until(engine, lambda: order.extend(engine.take_results()) or engine.idle)
+        until(engine, lambda: settle(engine) or order.extend(engine.take_results()) or engine.idle)
         assert order == [second, first, third]
 
 
