@@ -147,6 +147,23 @@ def test_b20_with_branches(case: Tiny, who: int, at: int, pages: int) -> None:
         assert results[ids[who]].preemptions == int(who < active)
 
 
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_b20_a_branch_that_came_later_is_preempted(case: Tiny, at: int) -> None:
+    """It runs the prompt again by itself, after a first token that was sampled long before."""
+    tokens = prompt(40, 1)
+    expected = plain(case, tokens, sampling=SAMPLED.branch(1))
+    with assembled(case, pages=6, tier=False, prefix_cache=False) as (parts, _):  # one at a time
+        engine = parts.engine
+        first, branch = engine.submit_parallel(tokens, NEW, 2, sampling=SAMPLED, stop_token_ids=[])
+        results: dict[int, Result] = {}
+        until(engine, lambda: results.update(engine.take_results()) or first in results)
+        until(engine, lambda: engine.gauges()["active"])
+        steps(engine, at)
+        engine.preempt(branch)
+        results |= engine.run()
+        assert (results[branch].tokens, results[branch].preemptions) == (expected.tokens, 1)
+
+
 @pytest.mark.parametrize("tier", [True, False])
 def test_b20_what_was_evicted_is_restored_or_recomputed(case: Tiny, *, tier: bool) -> None:
     """While it rests others need its pages: a tier brings back what was complete, else all is run again."""
