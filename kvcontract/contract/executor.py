@@ -130,11 +130,8 @@ class TakesAdapters(Protocol):
     see to, by the scope of its requests (D1).
     """
 
-    def read_adapter(self, folder: Path) -> Any:
+    def read_adapter(self, folder: Path) -> Adapter:
         """Read and judge an adapter's folder; changes nothing.  Called on any thread, beside steps.
-
-        Returns:
-            An `Adapter`.
 
         Raises:
             UsageFault: it cannot be served; every fault is named.

@@ -6,10 +6,10 @@
         request = engine.submit(prompt, max_new_tokens=32)
         result = engine.run()[request]
 
-One thread calls `step` (or `run`); every other verb may be called from any.  A request is owned by one place
-at a time: the line of the door (behind a control operation) → intake (being resolved) → inbox → the
-scheduler's line (resolved, not admitted) → active (in the pool) → results.  One that is preempted goes back
-to the intake.  Where it lies is its state.
+One thread calls `step` (or `run`) and `close`; every other verb may be called from any.  A request is owned
+by one place at a time: the line of the door (behind a control operation) → intake (being resolved) → inbox →
+the scheduler's line (resolved, not admitted) → active (in the pool) → results.  One that is preempted rests,
+then goes back to the intake.  Where it lies is its state.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Engine(Controls):
         """
         if count < 1 or (count > 1 and not self._bindings):
             raise UsageFault(f"count {count}: expected 1 or more; more than 1 needs the engine's bindings")
-        tokens = check_prompt(prompt, max_new_tokens, self._limits)
+        tokens = check_prompt(prompt, max_new_tokens, self._limits, priority)
         capture: Capture = "sampled" if capture_logits is True else capture_logits or "none"
         whole = Request(
             id=-1,

@@ -9,8 +9,9 @@ for want of pages in the middle.  There are two reasons to preempt:
 
 A preempted request *rests*: it holds nothing and asks for nothing, so that it cannot take back what it has
 just given, nor wait in the store for room that is not there.  It is *due* once nobody in line goes before it;
-from then on nobody is admitted before it.  When it fits it resolves its tokens like any request: while it does
-it blocks nobody (A25), then it stands in front of its equals.  Only a strictly higher priority preempts, so no two requests can preempt each other by turns.
+from then on nobody is admitted before it.  When it fits it resolves its tokens like any request: while it
+does it blocks nobody (A25), then it stands in front of its equals.  Only a strictly higher priority preempts,
+so no two requests can preempt each other by turns.
 """
 
 from __future__ import annotations

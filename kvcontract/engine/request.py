@@ -124,16 +124,19 @@ def refusal(request: Request, finish: Finish, reason: str) -> Result:
     return Result(request.id, len(request.prompt), (), finish, reason)
 
 
-def check_prompt(tokens: TokenIds, max_new: int, limits: Limits) -> NDArray[np.int64]:
+def check_prompt(tokens: TokenIds, max_new: int, limits: Limits, priority: int = 0) -> NDArray[np.int64]:
     """The prompt as int64[n].
 
     Raises:
-        UsageFault: empty, too long, token ids outside the vocabulary (D5), or nothing to sample; all named.
+        UsageFault: empty, too long, token ids outside the vocabulary (D5), nothing to sample, or a priority
+            that is no integer; all named.
     """
     prompt = token_array(tokens).astype(np.int64)
     faults = []
     if not len(prompt):
         faults.append("the prompt is empty; expected 1 token or more")
+    if type(priority) is not int:
+        faults.append(f"priority {priority!r}: expected an integer")
     if max_new < 1:
         faults.append(f"max_new_tokens {max_new}: expected 1 or more")
     if len(prompt) + max_new > limits.max_context_tokens:

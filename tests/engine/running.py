@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, Tiny
@@ -20,7 +21,7 @@ from kvcontract.core.lane import ThreadLane
 from kvcontract.core.pending import Pending
 from kvcontract.engine.build import Assembly, EngineLimits, assemble
 from kvcontract.engine.engine import Engine
-from kvcontract.tiers.base import Buffers, RecordKeys, SaveClass
+from kvcontract.tiers.base import Buffers, Code, RecordKeys, SaveClass
 from kvcontract.tiers.dram import DramTier
 
 PAGE = 16
@@ -35,6 +36,7 @@ class Gated:
         self._held: list[tuple[Pending[Any], Pending[Any]]] = []
         self.shut = False
         self.saves_shut = False
+        self.sheds = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
@@ -47,7 +49,9 @@ class Gated:
     def save(
         self, keys: RecordKeys, buffers: Buffers, cls: SaveClass, deadline: float, **more: Any
     ) -> Pending[Any]:
-        """The tier's answer, when the gate is open."""
+        """The tier's answer, when the gate is open; or that it has not tried."""
+        if self.sheds:
+            return Pending.of(np.full(len(keys), Code.SHED, np.uint8))
         answer = self._tier.save(keys, buffers, cls, deadline, **more)
         return self._late(answer) if self.saves_shut else answer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -180,7 +181,7 @@ def test_c11_an_idle_engine_needs_no_step(case: Tiny) -> None:
     """With nothing going on it runs by itself: a caller may wait for it and step afterwards."""
     with assembled(case) as (parts, _):
         run_one(parts, prompt(50, 1))
-        assert report_of(parts.engine.reset()).done
+        assert report_of(parts.engine.reset(deadline_s=math.inf)).done
         assert run_one(parts, prompt(50, 1)).hit_tokens == 0
 
 

@@ -171,8 +171,13 @@ def test_d5_a_wrong_request_is_refused_with_every_fault(setup: Setup) -> None:
     """Ids outside the vocabulary, an over-long context and nothing to sample are named together (D5)."""
     with setup.engine() as engine:
         with pytest.raises(UsageFault) as fault:
-            engine.submit([5] * 600 + [VOCAB], 0)
-        for part in ("max_new_tokens 0", "601 prompt + 0 new tokens", f"token id {VOCAB} at position 600"):
+            engine.submit([5] * 600 + [VOCAB], 0, priority=1.5)  # type: ignore[arg-type] # what is tested
+        for part in (
+            "priority 1.5: expected an integer",
+            "max_new_tokens 0",
+            "601 prompt + 0 new tokens",
+            f"token id {VOCAB} at position 600",
+        ):
             assert part in str(fault.value)
         with pytest.raises(UsageFault, match="empty"):
             engine.submit([], 1)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running import PAGE, WAIT_S, assembled, prompt, settle, until, wait_for, write_adapter
+from test_speculative import StatefulNgram, drafting
 from tiny_models import Tiny, tiny
 
 from kvcontract.contract.model import Scope
@@ -128,6 +129,26 @@ def test_b20_with_speculation(case: Tiny, sampling: Sampling) -> None:
             assert (result.preemptions, result.drafted_tokens > 0) == (1, True)
 
 
+def test_b20_live_slots_come_back_and_are_taken_again(case: Tiny) -> None:
+    """A drafter's state lies in a slot: whoever gives way gives that too."""
+    tokens = [prompt(20, seed) * 2 for seed in range(3)]
+    expected = [plain(case, each, 40) for each in tokens]
+    limits = EngineLimits(max_chunk_tokens=PAGE, max_requests=2)
+    drafter = StatefulNgram(8)
+    with assembled(drafting(case), tier=False, pages=41, drafter=drafter, limits=limits) as (parts, _):
+        engine = parts.engine
+        low = [submit(engine, each, 40) for each in tokens[:2]]
+        for _ in range(4):
+            steps(engine, 2)
+            engine.preempt(low[0])
+        high = submit(engine, tokens[2], 40, priority=1)
+        results = engine.run()
+        for request, result in zip((*low, high), expected, strict=True):
+            assert same(results[request], result)
+        assert results[low[0]].preemptions >= 4
+        assert results[high].preemptions == 0
+
+
 @pytest.mark.parametrize("at", [1, 2, 3, 6])
 @pytest.mark.parametrize("who", [0, 1, 2])
 @pytest.mark.parametrize("pages", [41, 6])
@@ -226,6 +247,25 @@ def test_b20_a_higher_priority_takes_the_place_of_the_latest_lower_one(case: Tin
         assert [results[ids[seed]].preemptions for seed in range(3)] == [0, 0, 1]
 
 
+def test_b20_pages_that_are_being_saved_are_waited_for(gated: tuple[Assembly, Any]) -> None:
+    """What one gives back comes once its saves have landed; nobody else gives way for it meanwhile."""
+    parts, tier = gated
+    engine = parts.engine
+    low = [submit(engine, prompt(140, seed)) for seed in range(3)]  # 10 of 30 pages each
+    tier.saves_shut = True
+    steps(engine, 12)
+    urgent = submit(engine, prompt(140, 5), priority=1)
+    for _ in range(4):
+        engine.step()
+        gauges = engine.gauges()
+        assert (gauges["active"], gauges["preempted"], gauges["waiting"]) == (2, 1, 1)
+    tier.open()
+    results: dict[int, Result] = {}
+    until(engine, lambda: results.update(engine.take_results()) or urgent in results)
+    results |= engine.run()
+    assert [results[number].preemptions for number in (*low, urgent)] == [0, 0, 1, 0]
+
+
 def test_b20_priority_takes_a_place_in_the_batch(case: Tiny) -> None:
     """Pages are plenty, but every place is taken: one gives way."""
     limits = EngineLimits(max_chunk_tokens=PAGE, max_requests=2)
@@ -245,10 +285,10 @@ def test_b20_equals_never_preempt_and_nobody_gives_way_in_vain(case: Tiny) -> No
     """An equal waits; so does a higher one that would not fit even if all lower ones gave way."""
     with assembled(case, pages=13) as (parts, _):
         engine = parts.engine
-        large, small = submit(engine, prompt(100, 1), priority=7), submit(engine, prompt(40, 2))
+        large, small = submit(engine, prompt(100, 1), priority=1), submit(engine, prompt(40, 2))
         steps(engine, 3)
         equal = submit(engine, prompt(40, 3))
-        hopeless = submit(engine, prompt(80, 4), priority=1)  # 7 pages; 8 are the large one's for good
+        hopeless = submit(engine, prompt(80, 4), priority=1)  # 7 pages; 8 are an equal's
         engine.step()
         assert engine.gauges()["active"] == 2
         results = engine.run()
@@ -331,19 +371,24 @@ def test_a25_a_preempted_request_that_resolves_blocks_nobody(gated: tuple[Assemb
     assert engine.run()[slow].preemptions == 1
 
 
-def test_a24_a_demand_that_was_met_is_not_made_again(case: Tiny) -> None:
+def test_a24_a_demand_that_was_met_is_not_made_again(gated: tuple[Assembly, Any]) -> None:
     """A full hit was asked for once; what it has sampled since nobody else produces, so nobody parks."""
-    tokens = prompt(49, 1)
-    with assembled(case) as (parts, _):
-        engine = parts.engine
-        request = submit(engine, tokens)
-        engine.run()
-        policy = ResolvePolicy(full_hit=True, deadline_s=WAIT_S)
-        request = submit(engine, tokens, policy=policy)
-        steps(engine, 2)
-        engine.preempt(request)
-        result = engine.run()[request]
-        assert (result.finish, result.preemptions, result.hit_tokens) == (Finish.LENGTH, 1, 48)
+    parts, tier = gated
+    engine, tokens = parts.engine, prompt(49, 1)
+    submit(engine, tokens, 1)
+    engine.run()
+    assert engine.store is not None
+    assert engine.store.flush()
+    tier.sheds = True
+    assert engine.set_retention(False).wait(WAIT_S).done
+    request = submit(engine, tokens, policy=ResolvePolicy(full_hit=True, deadline_s=4 * WAIT_S))
+    steps(engine, 18)  # a page more is complete, and nowhere to be found
+    engine.preempt(request)
+    engine.step()
+    settle(engine)
+    result = engine.run()[request]
+    assert (result.finish, result.preemptions, result.hit_tokens) == (Finish.LENGTH, 1, 48)
+    assert result.recomputed_tokens == 18
 
 
 # Ends
