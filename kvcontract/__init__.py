@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcontract.contract.executor import Adapter as Adapter
     from kvcontract.contract.executor import Attention as Attention
     from kvcontract.contract.executor import Executor as Executor
     from kvcontract.contract.executor import HfLayers as HfLayers
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvcontract.contract.executor import OwnsArenas as OwnsArenas
     from kvcontract.contract.executor import Step as Step
     from kvcontract.contract.executor import StepOutput as StepOutput
+    from kvcontract.contract.executor import TakesAdapters as TakesAdapters
     from kvcontract.contract.hooks import hookimpl as hookimpl
     from kvcontract.contract.model import Arena as Arena
     from kvcontract.contract.model import Chunk as Chunk
@@ -55,6 +57,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "kvcontract.contract.executor": (
+        "Adapter",
         "Attention",
         "Executor",
         "HfLayers",
@@ -62,6 +65,7 @@ _HOMES = {
         "OwnsArenas",
         "Step",
         "StepOutput",
+        "TakesAdapters",
     ),
     "kvcontract.contract.hooks": ("hookimpl",),
     "kvcontract.contract.model": (

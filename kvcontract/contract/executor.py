@@ -2,13 +2,15 @@
 
 An executor is handed views of the arenas once (`bind`), then one `Step` at a time.  A plugin may bring its
 own, or describe by `HfLayers` how the layers of a Hugging Face model map onto its arenas and get the generic
-one.  An executor that also implements `OwnsArenas` brings the memory; else it is allocated for it.
+one.  An executor that also implements `OwnsArenas` brings the memory; else it is allocated for it.  One that
+also implements `TakesAdapters` runs requests through adapters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class Step:
         page_table: per space key, int32[b, p]: block ids covering exactly context and step (B17); 0 pads.
         slots: per bounded group, int32[b]: the live slot of each request.
         want: int64[k], rows of `token_ids` whose logits are wanted.
+        adapters: for each request the name of its adapter, or None; empty where no request has one.
     """
 
     token_ids: NDArray[np.int64]
@@ -58,6 +61,7 @@ class Step:
     page_table: Mapping[str, NDArray[np.int32]]
     want: NDArray[np.int64]
     slots: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
+    adapters: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,40 @@ class OwnsArenas(Protocol):
         Args:
             blocks: needed, by space key; block 0, the padding, is counted.
         """
+        ...
+
+
+class Adapter(Protocol):
+    """What an executor has read of an adapter's folder; the rest of it is the executor's own."""
+
+    @property
+    def digest(self) -> str:
+        """Of everything in it that changes a number: equal digests compute equal state."""
+        ...
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An executor that runs each request of a step through an adapter (LoRA) of its own, if it names one.
+
+    An adapter changes what is written into the arenas; that it never meets another's pages is the engine's to
+    see to, by the scope of its requests (D1).
+    """
+
+    def read_adapter(self, folder: Path) -> Adapter:
+        """Read and judge an adapter's folder; changes nothing.  Called on any thread, beside steps.
+
+        Raises:
+            UsageFault: it cannot be served; every fault is named.
+        """
+        ...
+
+    def load_adapter(self, name: str, adapter: Any) -> None:
+        """Serve what `read_adapter` gave under a name that is not taken.  No step is running."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter.  No step is running."""
         ...
 
 

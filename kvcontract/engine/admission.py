@@ -1,22 +1,47 @@
-"""Admission: resolved requests that wait for pages and slots, in order, without deadlocks (B8)."""
+"""Admission: resolved requests that wait for pages and slots, in order, without deadlocks (B8).
+
+The order: higher priority first; among equals those that were preempted, the oldest first, since they had
+been admitted before; then by arrival.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.engine.active import Active
 from kvcontract.engine.intake import Arrival
-from kvcontract.engine.request import Finish, Request, Result, refusal
+from kvcontract.engine.request import Finish, Request, Result
 from kvcontract.engine.sampling import Sampler
-from kvcontract.pool.handles import Later, Never
+from kvcontract.pool.handles import NO_PAGES, Later, Never
+from kvcontract.pool.index import Pages
 from kvcontract.pool.keys import Keyer
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.queue import AdmissionQueue, Waiter
 from kvcontract.pool.request import admit
 from kvcontract.pool.slab import LiveSlots
 from kvcontract.store.policy import KvPrefix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lack:
+    """Who is next in order, and what it lacks.
+
+    Attributes:
+        request: the request.
+        pages: it lacks, even if all other requests that wait let their holds go; 0 or less: none.
+        own: int32 [n], pages that it holds itself.
+        held: int32 [m], pages that any request in line holds.
+    """
+
+    request: Request
+    pages: int
+    own: Pages
+    held: Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +74,61 @@ class Admission:
 
     def push(self, arrival: Arrival) -> Result | None:
         """Queue a request; a result where it ends here."""
-        request, error = arrival.request, arrival.error
-        if error is not None:
-            arrival.prefix.release()
-            return refusal(request, Finish.FAILED, f"resolve: {error!r}")
+        if arrival.error is not None:
+            return arrival.end(Finish.FAILED, f"resolve: {arrival.error!r}")
+        request = arrival.request
         lifetime = -(-(len(request.prompt) + request.max_new_tokens) // self.pool.page_tokens)
+        behind = [waiter for waiter in self._queue if _turn(arrival) < _turn(waiter.item)]
         self._queue.push(arrival, lifetime, arrival.prefix.hold)
+        for waiter in behind:  # the queue has no verb for a place further ahead: the others go behind it
+            self._queue.remove(waiter)
+            moved = self._queue.push(waiter.item, waiter.lifetime_pages, waiter.hold)
+            moved.shed, moved.passed = waiter.shed, waiter.passed
         return None
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether there is a live slot in each bounded group for one request more."""
+        return all(slots.free for slots in self.slots.values())
 
     def next(self) -> Active | tuple[Request, Result] | None:
         """The next request that fits, admitted; or with its result where it ends here; None if none fits."""
-        if any(slots.free == 0 for slots in self.slots.values()):
-            return None
-        waiter = self._queue.next()
+        waiter = self._queue.next() if self.has_slots else None
         if waiter is None:
             return None
         arrival = _current(waiter)
-        sampler = arrival.sampler or Sampler(arrival.request.sampling)
+        item = arrival.item
+        answer = self._admitted(arrival) if item is None else self._resumed(arrival, item)
+        if answer is None:
+            return None  # somebody was faster; nothing has changed
+        if isinstance(answer, Result):
+            self._queue.remove(waiter)
+            return arrival.request, answer
+        self._queue.admitted(waiter)
+        return answer
+
+    def head(self) -> Lack | None:
+        """Who is next in order, and what it lacks; None if nobody waits."""
+        waiters = list(self._queue)
+        if not waiters:
+            return None
+        head, plain = waiters[0], [other.hold for other in waiters[1:] if other.hold is not None]
+        held = 0 if head.hold is None else head.hold.hit_pages
+        room = self.pool.rooms_without(plain)[-1]  # plain holds are shed for the head
+        own = NO_PAGES if head.hold is None else head.hold.pages
+        holds = np.concatenate([own, *(hold.pages for hold in plain)])
+        return Lack(head.item.request, head.lifetime_pages - held - room, own, holds)
+
+    def _resumed(self, arrival: Arrival, item: Active) -> Active | Result | None:
+        try:
+            if item.resume(arrival.prefix) is not None:
+                return None
+        except UsageFault as fault:
+            return arrival.end(Finish.FAILED, f"resume: {fault}")
+        item.slots = self.take_slots()
+        return item
+
+    def _admitted(self, arrival: Arrival) -> Active | Result | None:
         try:
             answer = admit(
                 self.pool,
@@ -78,19 +141,15 @@ class Admission:
         except UsageFault as fault:
             answer = Never(str(fault))
         if isinstance(answer, Later):
-            return None  # somebody was faster; nothing has changed
+            return None
         if isinstance(answer, Never):
-            self._queue.remove(waiter)
-            arrival.prefix.release()
-            return arrival.request, refusal(arrival.request, Finish.REFUSED, answer.reason)
-        self._queue.admitted(waiter)
-        slots = self.take_slots()
+            return arrival.end(Finish.REFUSED, answer.reason)
         return Active(
             arrival.request,
             arrival.prefix,
             answer,
-            sampler,
-            slots=slots,
+            arrival.sampler or Sampler(arrival.request.sampling),
+            slots=self.take_slots(),
             forced=arrival.forced,
             vocab_size=self.vocab_size,
         )
@@ -101,20 +160,22 @@ class Admission:
         return {group: slot for group, slot in taken.items() if slot is not None}
 
     def release_slots(self, item: Active) -> None:
-        """Take an ended request's slots back."""
+        """Take the slots of a request that has ended, or was preempted, back."""
         for group, slot in item.slots.items():
             self.slots[group].release(slot)
+        item.slots = {}
 
     def drop(self, request_ids: Collection[int]) -> list[Arrival]:
-        """Take requests out that give up; their holds are back."""
-        gone = []
-        for waiter in self._queue:
-            if waiter.item.request.id in request_ids:
-                self._queue.remove(waiter)
-                arrival = _current(waiter)
-                arrival.prefix.release()
-                gone.append(arrival)
-        return gone
+        """Take requests out that give up; what they hold is the caller's to give back."""
+        gone = [waiter for waiter in self._queue if waiter.item.request.id in request_ids]
+        for waiter in gone:
+            self._queue.remove(waiter)
+        return [_current(waiter) for waiter in gone]
+
+
+def _turn(arrival: Arrival) -> tuple[int, float]:
+    """Lower goes first; equals go by arrival."""
+    return -arrival.request.priority, math.inf if arrival.item is None else arrival.request.id
 
 
 def _current(waiter: Waiter[Arrival]) -> Arrival:

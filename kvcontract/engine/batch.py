@@ -14,7 +14,11 @@ from kvcontract.pool.request import Chunk
 
 
 def build_step(
-    chunks: Sequence[Chunk], *, slots: Sequence[Mapping[str, int]], all_rows: Sequence[bool]
+    chunks: Sequence[Chunk],
+    *,
+    slots: Sequence[Mapping[str, int]],
+    all_rows: Sequence[bool],
+    adapters: Sequence[str | None],
 ) -> Step:
     """Put chunks together.
 
@@ -22,6 +26,7 @@ def build_step(
         chunks: at least one, each of another request.
         slots: for each chunk, the request's live slot in each bounded group.
         all_rows: for each chunk, whether the logits of all its rows are wanted, or only where it emits.
+        adapters: for each chunk, the name of the request's adapter.
     """
     sizes = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
     query_start = np.concatenate([[0], np.cumsum(sizes)])
@@ -37,6 +42,7 @@ def build_step(
         page_table={space: _table([chunk.pages[space] for chunk in chunks]) for space in chunks[0].pages},
         want=np.concatenate(want),
         slots={group: np.array([held[group] for held in slots], np.int32) for group in slots[0]},
+        adapters=tuple(adapters) if any(name is not None for name in adapters) else (),
     )
 
 

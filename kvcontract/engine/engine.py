@@ -6,9 +6,10 @@
         request = engine.submit(prompt, max_new_tokens=32)
         result = engine.run()[request]
 
-One thread calls `step` (or `run`); `submit` and `cancel` may come from any.  A request is owned by one place
-at a time: intake (being resolved) → inbox → `_line` (resolved, not admitted) → `_active` (in the pool) →
-results.  Where it lies is its state.
+One thread calls `step` (or `run`) and `close`; every other verb may be called from any.  A request is owned
+by one place at a time: the line of the door (behind a control operation) → intake (being resolved) → inbox →
+the scheduler's line (resolved, not admitted) → active (in the pool) → results.  One that is preempted rests,
+then goes back to the intake.  Where it lies is its state.
 """
 
 from __future__ import annotations
@@ -23,37 +24,38 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvcontract.contract.errors import InternalFault, UsageFault
 from kvcontract.contract.executor import Executor
 from kvcontract.contract.model import KvModel, Scope
 from kvcontract.contract.wire import fingerprint
 from kvcontract.engine.active import Active
+from kvcontract.engine.adapters import Adapters
 from kvcontract.engine.admission import Admission
-from kvcontract.engine.batch import build_step, wanted_rows, written
+from kvcontract.engine.control import CLOSED, Control
 from kvcontract.engine.drafter import Drafter
 from kvcontract.engine.fit import refuse_unfit
-from kvcontract.engine.intake import Arrival, Intake
+from kvcontract.engine.intake import Intake
+from kvcontract.engine.loop import EngineLoop
+from kvcontract.engine.operations import Controls
 from kvcontract.engine.request import GREEDY, Capture, Finish, Request, Result, check_prompt, refusal
-from kvcontract.engine.sampling import Sampler, Sampling
+from kvcontract.engine.sampling import Sampling
+from kvcontract.engine.scheduler import Machine, Scheduler
 from kvcontract.memory.binding import Binding
-from kvcontract.pool.handles import Later
 from kvcontract.pool.keys import FleetSecret, Keyer
 from kvcontract.pool.pool import BlockPool
-from kvcontract.pool.request import FULL, Chunk
 from kvcontract.pool.slab import LiveSlots
-from kvcontract.store.policy import PLAIN, KvPrefix, ResolvePolicy
+from kvcontract.store.policy import PLAIN, ResolvePolicy
 
 if TYPE_CHECKING:
     from kvcontract.store.store import KvStore
 
 STALL_S: Final = 120.0
-"""`run` gives up when nothing has moved for so long."""
+"""`run` gives up when nothing has moved for so long; an operation has a deadline of its own."""
 
 
-class Engine:
-    """Runs requests over one rank.
+class Engine(Controls):
+    """Runs requests over one rank; `Controls` has the verbs that change it while it runs.
 
     Args:
         model: the declaration.
@@ -69,6 +71,9 @@ class Engine:
         bindings: the memory of each space, by its key; needed for branches, whose partial pages are copied.
         slots: live slots of each bounded group, by its name.
         drafter: proposes tokens that the model verifies.
+
+    Attributes:
+        keyer: derives the page keys of its requests.
 
     Raises:
         UsageFault: limits that cannot work, or state that the pool does not serve; all are named.
@@ -90,33 +95,33 @@ class Engine:
         slots: Mapping[str, LiveSlots] | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        limits = executor.limits
+        self._loop = EngineLoop()
+        control = Control(self._loop, self._enter, self._refuse, self._going_on)
+        super().__init__(store, pool, Adapters(executor), control)
+        self._limits = limits = executor.limits
         self.model = model
-        self.pool = pool
-        self.store = store
         self.max_batch_tokens = limits.max_tokens if max_batch_tokens is None else max_batch_tokens
         most = min(limits.max_requests, self.max_batch_tokens)
         self.max_requests = most if max_requests is None else max_requests
         self.max_chunk_tokens = self.max_batch_tokens if max_chunk_tokens is None else max_chunk_tokens
-        self._slots = dict(slots or {})
-        refuse_unfit(self, executor.limits, self._slots)
-        self._limits = limits
-        self._executor = executor
+        own_slots = dict(slots or {})
+        refuse_unfit(self, limits, own_slots)
         self._stop_token_ids = frozenset(stop_token_ids)
-        secret = FleetSecret.random()
-        own = Keyer(fingerprint(model).required, secret, model.page_tokens)
-        self._line = Admission.of(pool, own if store is None else store.keyer, self._slots, limits.vocab_size)
         self._bindings = dict(bindings or {})
-        self._drafter = drafter
+        self.keyer = _own_keyer(model) if store is None else store.keyer
         self._wake = threading.Event()
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._cancelled: set[int] = set()
-        self._intake = Intake(store, rank, self._wake)
-        self._active: list[Active] = []
         self._results: dict[int, Result] = {}
         self._open: set[int] = set()
+        self._cancelled: set[int] = set()
+        self._preempted: set[int] = set()
         self._closed = False
+        self._intake = Intake(store, rank, self._wake, self._loop)
+        sizes = self.max_batch_tokens, self.max_chunk_tokens, self.max_requests
+        machine = Machine(executor, store, self._bindings, drafter, *sizes)
+        line = Admission.of(pool, self.keyer, own_slots, limits.vocab_size)
+        self._scheduler = Scheduler(machine, line, self._begin, self._end)
         self._forget_pool = pool.on_release(self._wake.set)
 
     def submit(
@@ -129,6 +134,7 @@ class Engine:
         stop_token_ids: Collection[int] | None = None,
         capture_logits: Capture | bool = False,
         policy: ResolvePolicy = PLAIN,
+        priority: int = 0,
     ) -> int:
         """Hand a request over; returns its id.
 
@@ -136,10 +142,11 @@ class Engine:
             prompt: token ids.
             max_new_tokens: most tokens to sample.
             sampling: how.
-            scope: who may share its pages.
+            scope: who may share its pages; names its adapter, whose revision is added if it is not given.
             stop_token_ids: instead of the engine's; empty runs to the full length.
             capture_logits: keep the logits of sampled rows (True), or of ``"all"`` rows that are run.
             policy: how far the resolve may go.
+            priority: a higher one goes first, and preempts active ones of a lower one where it does not fit.
 
         Raises:
             UsageFault: the request cannot be served by this model; every fault is named.
@@ -153,6 +160,7 @@ class Engine:
             stop_token_ids=stop_token_ids,
             capture_logits=capture_logits,
             policy=policy,
+            priority=priority,
         )[0]
 
     def submit_parallel(
@@ -166,6 +174,7 @@ class Engine:
         stop_token_ids: Collection[int] | None = None,
         capture_logits: Capture | bool = False,
         policy: ResolvePolicy = PLAIN,
+        priority: int = 0,
     ) -> tuple[int, ...]:
         """Hand `count` requests over that share one prompt, which is run once (n > 1); returns their ids.
 
@@ -178,7 +187,7 @@ class Engine:
         """
         if count < 1 or (count > 1 and not self._bindings):
             raise UsageFault(f"count {count}: expected 1 or more; more than 1 needs the engine's bindings")
-        tokens = check_prompt(prompt, max_new_tokens, self._limits)
+        tokens = check_prompt(prompt, max_new_tokens, self._limits, priority)
         capture: Capture = "sampled" if capture_logits is True else capture_logits or "none"
         whole = Request(
             id=-1,
@@ -189,22 +198,16 @@ class Engine:
             stop_token_ids=self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids),
             capture=capture,
             policy=policy,
+            priority=priority,
         )
         with self._lock:
             if self._closed:
                 raise UsageFault("the engine is closed: it takes no more work")
             made = [whole.branch(next(self._ids), number) for number in range(count)]
             self._open.update(request.id for request in made)
-            pages = -(-(len(tokens) + max_new_tokens) // self.pool.page_tokens)
-            fits = pages <= self.pool.total
-            if fits:  # under the lock: a close that comes now finds it in the intake
-                self._intake.begin(replace(made[0], branches=tuple(made[1:])))
-        if not fits:
-            # B10: what can never fit is refused at intake, before anything is fetched for it.
-            why = f"{pages} pages for {len(tokens)} + {max_new_tokens} tokens; the pool has {self.pool.total}"
-            for request in made:
-                self._end(refusal(request, Finish.REFUSED, why))
-        return tuple(request.id for request in made)
+        first = replace(made[0], branches=tuple(made[1:]))
+        self._take(first)
+        return first.ids
 
     def cancel(self, request_id: int) -> None:
         """End a request early, wherever it is; its result says what it had produced.  Ended: nothing."""
@@ -212,8 +215,24 @@ class Engine:
             if request_id not in self._open:
                 return
             self._cancelled.add(request_id)
+        behind = self._control.drop(request_id)
+        if behind is not None:
+            self._end(refusal(behind, Finish.CANCELLED, ""))
         self._intake.cancel(request_id)
         self._wake.set()
+
+    def preempt(self, request_id: int) -> None:
+        """Let an active request give way: it goes on later, behind the equals that wait now (B20).
+
+        At the next step its pages come back, and the tokens it has are kept.  It resolves them again, and
+        what is not found any more is run again; what it samples is what it would have sampled.  A request
+        that is not active holds no promise: nothing happens.
+        """
+        with self._lock:
+            self._preempted.add(request_id)
+        self._wake.set()
+
+    # Results
 
     def take_results(self) -> dict[int, Result]:
         """Results of finished requests by id; each is handed out once."""
@@ -227,18 +246,16 @@ class Engine:
         with self._lock:
             return not self._open
 
-    @property
-    def keyer(self) -> Keyer:
-        """Derives the page keys of its requests."""
-        return self._line.keyer
-
     def gauges(self) -> dict[str, int]:
-        """Requests by where they are; all 0 at idle (R8)."""
+        """Requests by where they are, and control operations that have not ended; all 0 at idle (R8)."""
         return {
+            "control": self._control.waiting,
+            "behind": self._control.behind,
             "resolving": self._intake.resolving,
             "arrived": self._intake.arrived,
-            "waiting": len(self._line),
-            "active": len(self._active),
+            "waiting": len(self._scheduler.line),
+            "active": len(self._scheduler.active),
+            "preempted": len(self._scheduler.resting),
         }
 
     def run(self) -> dict[int, Result]:
@@ -253,6 +270,8 @@ class Engine:
             if self.step():
                 moved = time.monotonic()
             elif not self.idle:
+                if self._control.waiting:
+                    moved = time.monotonic()  # it ends by its own deadline
                 if time.monotonic() - moved > STALL_S:
                     raise InternalFault(f"no request moved for {STALL_S:g} s: {self.gauges()}")
                 self._wake.wait(STALL_S)
@@ -265,183 +284,90 @@ class Engine:
             Exception: what the executor raised; the requests of the batch have failed results by then.
         """
         arrived = self._intake.take()
-        for arrival in arrived:
-            if (result := self._line.push(arrival)) is not None:
-                self._end_all(arrival.request, result)
-        ended = self._drop_cancelled()
-        admitted = self._admit()
-        batch = self._schedule()
-        if batch:
-            self._run(batch)
-        return bool(batch or admitted or ended or arrived)
-
-    def _admit(self) -> int:
-        """Admit waiting requests that fit, in the line's order."""
-        admitted = 0
-        while len(self._active) < self.max_requests and (answer := self._line.next()) is not None:
-            if isinstance(answer, Active):
-                self._active.append(answer)
-            else:
-                self._end_all(*answer)
-            admitted += 1
-        return admitted
-
-    def _drop_cancelled(self) -> int:
-        """End the cancelled requests that the scheduler owns."""
         with self._lock:
-            cancelled = set(self._cancelled)
-        gone = self._line.drop(cancelled)
-        for arrival in gone:
-            self._end(refusal(arrival.request, Finish.CANCELLED, ""))
-            for branch in arrival.request.branches:
-                self._intake.begin(branch)  # the others still want the prompt
-        stopped = [active for active in self._active if active.request.id in cancelled]
-        for active in stopped:
-            self._finish(active, Finish.CANCELLED)
-        return len(gone) + len(stopped)
+            cancelled, preempted = set(self._cancelled), self._preempted
+            self._preempted = set()
+        return self._scheduler.step(arrived, cancelled, preempted)
 
-    def _schedule(self) -> list[tuple[Active, Chunk]]:
-        """Decodes first, then prefill chunks in order of admission, while tokens are left."""
-        batch: list[tuple[Active, Chunk]] = []
-        try:
-            self._fill(batch)
-        except BaseException:
-            for item, chunk in batch:  # nothing stays outstanding, or no later step could be scheduled
-                item.kv.revert(chunk)
-            raise
-        return batch
+    # Between the parts
 
-    def _fill(self, batch: list[tuple[Active, Chunk]]) -> None:
-        prefilling = [item for item in self._active if item.prefilling]
-        left = self.max_batch_tokens - len(self._active) + len(prefilling)
-        for item in (item for item in self._active if not item.prefilling):
-            chunk = item.schedule_decode(self._drafter, 1 + left)
-            left -= chunk.drafts
-            batch.append((item, chunk))
-        for item in prefilling:
-            start = item.kv.committed_tokens
-            size = min(left, self.max_chunk_tokens - start % self.max_chunk_tokens)
-            if size > 0:
-                chunk = item.kv.schedule_prefill(size)
-                batch.append((item, chunk))
-                left -= len(chunk.token_ids)
+    def _take(self, request: Request) -> None:
+        """A request goes to the door, unless it never can be served."""
+        prompt, new, page = len(request.prompt), request.max_new_tokens, self.pool.page_tokens
+        pages = -(-(prompt + new) // page)
+        if pages > self.pool.total:
+            # B10: what can never fit is refused at intake, before anything is fetched for it.
+            self._refuse(
+                request, f"{pages} pages for {prompt} + {new} tokens; the pool has {self.pool.total}"
+            )
+        elif not self._control.submit(request):
+            self._end_all(request, Finish.CANCELLED, CLOSED)
 
-    def _run(self, batch: list[tuple[Active, Chunk]]) -> None:
-        every = [item.request.capture == "all" for item, _ in batch]
-        try:
-            for _, chunk in batch:
-                for pair in chunk.copies:
-                    self._bindings[FULL].copy_blocks([pair])
-            slots = [item.slots for item, _ in batch]
-            step = build_step([chunk for _, chunk in batch], slots=slots, all_rows=every)
-            logits = self._executor.forward(step).logits
-            nan = logits.isnan().any(dim=-1).cpu().numpy()
-        except BaseException as error:
-            with contextlib.ExitStack() as undo:  # one that fails keeps no other from being released
-                for item, _ in batch:
-                    undo.callback(self._finish, item, Finish.FAILED, f"step: {error!r}")
-            raise
-        row, faults = 0, []
-        for (item, chunk), all_rows in zip(batch, every, strict=True):
-            wanted = wanted_rows(chunk, all_rows=all_rows)
-            rows = slice(row, row + len(wanted))
-            row = rows.stop
-            if nan[rows].any():
-                where = chunk.start + wanted[nan[rows].argmax()]
-                self._finish(item, Finish.FAILED, f"the logits of position {where} are NaN")
-                continue
-            try:
-                self._commit(item, chunk, logits[rows], wanted)
-            except Exception as error:  # noqa: BLE001 - raised below, once the rest of the batch is committed
-                faults.append(error)
-                if item in self._active:
-                    self._finish(item, Finish.FAILED, f"commit: {error!r}")
-        if faults:
-            raise faults[0]
+    def _enter(self, request: Request) -> str | None:
+        """A request comes through the door: what it names must be there; then it is resolved."""
+        scope = self._adapters.scoped(request.scope)
+        if isinstance(scope, str):
+            return scope
+        self._intake.begin(request.within(scope))
+        return None
 
-    def _commit(self, item: Active, chunk: Chunk, logits: Tensor, wanted: NDArray[np.int64]) -> None:
-        """Commit one request's part of a step, seal what it completed, finish it if that was the last."""
-        finish = item.commit(chunk, logits, wanted)
-        if item.request.branches and not item.prefilling:
-            self._branches(item, logits[-1])
-        if self.store is not None and item.kv.registered > item.sealed_pages:
-            self.store.seal(item.kv, after=written(logits.device))
-            item.sealed_pages = item.kv.registered
-        if finish is not None:
-            self._finish(item, finish)
+    def _begin(self, request: Request, item: Active | None) -> None:
+        """A request that the scheduler gives away: a branch on its own, or a preempted one."""
+        self._intake.begin(request, item)
+        with self._lock:
+            cancelled = request.id in self._cancelled
+        if cancelled:  # it was said when nobody resolved it
+            self._intake.cancel(request.id)
 
-    def _branches(self, item: Active, logits: Tensor) -> None:
-        """The prompt has been run: every branch samples its own first token and goes on by itself."""
-        branches, item.request = item.request.branches, replace(item.request, branches=())
-        for request in branches:
-            try:
-                self._branch(item, request, logits)
-            except Exception as error:  # noqa: BLE001 - the others go on
-                self._end(refusal(request, Finish.FAILED, f"branch: {error!r}"))
+    def _refuse(self, request: Request, reason: str) -> None:
+        self._end_all(request, Finish.REFUSED, reason)
 
-    def _branch(self, item: Active, request: Request, logits: Tensor) -> None:
-        sampler = Sampler(request.sampling)
-        token = sampler(logits)
-        full = len(self._active) >= self.max_requests or any(s.free == 0 for s in self._slots.values())
-        kv = Later(1) if full or item.kv.finished or request.id in self._cancelled else item.kv.fork(token)
-        prefix = KvPrefix.none(item.prefix.rank)
-        if isinstance(kv, Later):
-            self._line.push(Arrival(request, prefix, sampler=sampler, forced=token))
-            return
-        slots = self._line.take_slots()
-        made = Active(request, prefix, kv, sampler, slots, vocab_size=self._limits.vocab_size)
-        self._active.append(made)
-        if token in request.stop_token_ids:
-            self._finish(made, Finish.STOP)
-
-    def _finish(self, item: Active, finish: Finish, reason: str = "") -> None:
-        self._active.remove(item)
-        try:
-            if self.store is None or finish is Finish.FAILED:
-                with item.kv:  # reverts a step that came to nothing, and releases
-                    if finish is Finish.FAILED:
-                        item.kv.mark_reset(0)  # suspect bytes are not kept for reuse (B13)
-            else:
-                self.store.retire(item.kv)
-        finally:
-            self._line.release_slots(item)
-            self._end(item.result(finish, reason))
-            for branch in item.request.branches:  # it ended before they could begin
-                if self._closed:
-                    self._end(refusal(branch, Finish.CANCELLED, reason))
-                else:
-                    self._intake.begin(branch)
+    def _end_all(self, request: Request, finish: Finish, reason: str) -> None:
+        for each in (request, *request.branches):
+            self._end(refusal(each, finish, reason))
 
     def _end(self, result: Result) -> None:
         with self._lock:
             self._results[result.id] = result
             self._cancelled.discard(result.id)
             self._open.discard(result.id)
+        self._control.left(result.id)
+        self._wake.set()
 
-    def _end_all(self, request: Request, result: Result) -> None:
-        """End a request and the branches that never began."""
-        self._end(result)
-        for branch in request.branches:
-            self._end(replace(result, id=branch.id))
+    def _going_on(self) -> tuple[str, ...]:
+        """What an operation may have waited for."""
+        found = [f"{count} {name}" for name, count in self.gauges().items() if count and name != "behind"]
+        if self.store is not None:
+            gauges = self.store.stats().gauges
+            found += [f"{gauges[name]} {name}" for name in ("loads", "saves", "shed") if gauges[name]]
+        return tuple(found)
+
+    # Its end
 
     def close(self) -> None:
-        """Cancel what is left and give every page back; the store stays the caller's.  Idempotent."""
+        """Cancel what is left and give every page back; the store stays the caller's.  Idempotent.
+
+        Control operations are given up; only one that has begun to change something is waited for, at most
+        until its deadline.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        waiting = [*self._line.drop({*self._open}), *self._intake.close()]
         with contextlib.ExitStack() as end:
+            end.callback(self._loop.close)
             end.callback(self._forget_pool)
-            for item in self._active:
-                end.callback(self._finish, item, Finish.CANCELLED, "the engine was closed")
-            for arrival in waiting:
-                gone = refusal(arrival.request, Finish.CANCELLED, "the engine was closed")
-                end.callback(self._end_all, arrival.request, gone)
-                end.callback(arrival.prefix.release)
+            for request in self._control.close():
+                self._end_all(request, Finish.CANCELLED, CLOSED)
+            self._scheduler.close(self._intake.close(), CLOSED)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _own_keyer(model: KvModel) -> Keyer:
+    """For an engine without a store, whose keys nobody else sees."""
+    return Keyer(fingerprint(model).required, FleetSecret.random(), model.page_tokens)

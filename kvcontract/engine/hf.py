@@ -6,8 +6,10 @@ Positions are the executor's own; a cache of some layer kinds knows no length.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -18,6 +20,7 @@ from kvcontract.contract.executor import Attention, FieldRef, HfLayers, Limits, 
 from kvcontract.contract.layout import FieldLayout, layout, space_key
 from kvcontract.contract.model import TOKEN_AXIS, Chunk, Full, Group, KvModel, Reach, Window
 from kvcontract.engine.arena_cache import ArenaField, IndexedLayer, PagedLayer, Rows, UnmappedLayer
+from kvcontract.engine.lora import Lora, read_lora
 from kvcontract.engine.step_check import SpaceBounds, check_step
 
 if TYPE_CHECKING:
@@ -29,7 +32,9 @@ _SERVED_KINDS: Final = frozenset({"DynamicLayer", "DynamicIndexedLayer", "Dynami
 
 
 class HfExecutor:
-    """Implements `kvcontract.contract.executor.Executor` with an unmodified Hugging Face model.
+    """Implements `Executor` of `kvcontract.contract.executor` with an unmodified Hugging Face model.
+
+    It implements `TakesAdapters` too: one request is one pass, so an adapter is there for one pass.
 
     Args:
         model: a causal language model in eval mode.
@@ -74,6 +79,7 @@ class HfExecutor:
         self._groups = _groups_by_arena(kv)
         self._fields: dict[FieldRef, ArenaField] = {}
         self._spaces: dict[str, SpaceBounds] = {}
+        self._adapters: dict[str, Lora] = {}
         faults = [*_map_faults(self._map, kv, self._layer_count), *self._kind_faults()]
         if faults:
             raise PluginFault("the generic executor cannot serve this model: " + "; ".join(faults))
@@ -111,6 +117,22 @@ class HfExecutor:
             for group in [self._groups[ref[0]]]
         }
 
+    def read_adapter(self, folder: Path) -> Lora:
+        """Read a LoRA adapter in the layout of PEFT: adapter_config.json, adapter_model.safetensors.
+
+        Raises:
+            UsageFault: it does not fit the model, or asks for what is not served; all is named.
+        """
+        return read_lora(folder, self._model)
+
+    def load_adapter(self, name: str, adapter: Lora) -> None:
+        """Serve an adapter under a name."""
+        self._adapters[name] = adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter."""
+        del self._adapters[name]
+
     @torch.no_grad()
     def forward(self, step: Step) -> StepOutput:
         """Run one step, request by request.
@@ -122,14 +144,24 @@ class HfExecutor:
         if not self._fields:
             raise UsageFault("forward before bind: hand the arenas over first")
         tables = {key: step.page_table[key] for key in self._spaces if key in step.page_table}
-        check_step(step, limits=self._limits, page_tokens=self._kv.page_tokens, spaces=self._spaces)
+        check_step(
+            step,
+            limits=self._limits,
+            page_tokens=self._kv.page_tokens,
+            spaces=self._spaces,
+            adapters=self._adapters,
+        )
         found = []
         for index in range(len(step.context_len)):
             begin, end = int(step.query_start[index]), int(step.query_start[index + 1])
             wanted = step.want[(step.want >= begin) & (step.want < end)] - begin
             pages = {key: table[index] for key, table in tables.items()}
             cache = self._cache(pages, int(step.context_len[index]), end - begin)
-            found.append(self._run(step.token_ids[begin:end], step.positions[begin:end], wanted, cache))
+            adapter = step.adapters[index] if step.adapters else None
+            with (
+                contextlib.nullcontext() if adapter is None else self._adapters[adapter].applied(self._model)
+            ):
+                found.append(self._run(step.token_ids[begin:end], step.positions[begin:end], wanted, cache))
         return StepOutput(torch.cat(found))
 
     def _run(

@@ -2,7 +2,7 @@
 
 Ownership is linear: intake → resolve task → inbox → scheduler.  Where a request lies is its state.  A request
 that waits for a slow tier waits here, in a task of its own, and occupies no queue of the scheduler: one that
-needs nothing passes it at once (A25).
+needs nothing passes it at once (A25).  A preempted request comes by again, with the tokens it has by then.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvcontract.engine.request import Request
+from kvcontract.engine.active import Active
+from kvcontract.engine.loop import EngineLoop
+from kvcontract.engine.request import Finish, Request, Result, refusal
 from kvcontract.engine.sampling import Sampler
 from kvcontract.store.policy import KvPrefix
 
@@ -31,6 +33,7 @@ class Arrival:
         error: what the resolve raised, if it did; a failing tier is a shorter prefix instead (R4).
         sampler: of a branch, which has drawn from it already.
         forced: the token that a branch has sampled after the prompt already.
+        item: of a preempted request, what it has done so far.
     """
 
     request: Request
@@ -38,30 +41,36 @@ class Arrival:
     error: BaseException | None = None
     sampler: Sampler | None = None
     forced: int | None = None
+    item: Active | None = None
+
+    def end(self, finish: Finish, reason: str) -> Result:
+        """Give everything back; what became of it."""
+        self.prefix.release()
+        if self.item is None:
+            return refusal(self.request, finish, reason)
+        with self.item.kv:  # preempted: it holds nothing, and is never resumed
+            return self.item.result(finish, reason)
 
 
 class Intake:
-    """Runs resolves on an event loop of its own; every verb may be called from any thread.
+    """Runs resolves on the engine's loop; every verb may be called from any thread.
 
     Args:
         store: asked for prefixes; None gives every request the empty one.
         rank: of the requests.
         wake: set whenever something arrives.
+        loop: where resolves wait.
     """
 
-    def __init__(self, store: KvStore | None, rank: str, wake: threading.Event) -> None:
+    def __init__(self, store: KvStore | None, rank: str, wake: threading.Event, loop: EngineLoop) -> None:
         self._store = store
         self._rank = rank
         self._wake = wake
+        self._loop = loop
         self._lock = threading.Lock()
         self._inbox: deque[Arrival] = deque()
         self._resolving: set[int] = set()
         self._tasks: dict[int, asyncio.Task[KvPrefix]] = {}  # the loop's thread alone touches it
-        self._loop: asyncio.AbstractEventLoop | None = None
-        if store is not None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="kvc-intake", daemon=True)
-            self._thread.start()
 
     @property
     def resolving(self) -> int:
@@ -75,21 +84,27 @@ class Intake:
         with self._lock:
             return len(self._inbox)
 
-    def begin(self, request: Request) -> None:
-        """Take a request; it arrives in the inbox once its prefix is known."""
-        if self._store is None or self._loop is None:
-            self._arrive(Arrival(request, KvPrefix.none(self._rank)))
+    def begin(self, request: Request, item: Active | None = None) -> None:
+        """Take a request; it arrives in the inbox once its prefix is known.
+
+        Args:
+            request: the request.
+            item: what it has done so far, if it was preempted.
+        """
+        store = self._store
+        if store is None:
+            self._arrive(Arrival(request, KvPrefix.none(self._rank), item=item))
             return
         with self._lock:
             self._resolving.add(request.id)
-        self._loop.call_soon_threadsafe(self._spawn, self._store, self._loop, request)
+        self._loop.soon(lambda: self._spawn(store, request, item))
 
     def cancel(self, request_id: int) -> bool:
         """End a resolve: the request arrives promptly, with the empty prefix (A11); False if not here."""
         with self._lock:
             here = request_id in self._resolving
-        if here and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._cancel, request_id)
+        if here:
+            self._loop.soon(lambda: self._cancel(request_id))
         return here
 
     def take(self) -> list[Arrival]:
@@ -100,32 +115,33 @@ class Intake:
         return arrived
 
     def close(self) -> list[Arrival]:
-        """Cancel what is being resolved, end the loop, hand everything over; nothing may begin any more."""
-        if self._loop is not None and not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Cancel what is being resolved and hand everything over; nothing may begin any more."""
+        if self.resolving:
+            self._loop.run(self._drain())
         return self.take()
 
     # On the loop
 
-    def _spawn(self, store: KvStore, loop: asyncio.AbstractEventLoop, request: Request) -> None:
-        work = store.resolve_prefix(self._rank, request.prompt, request.scope, request.policy)
-        task = loop.create_task(work)
+    def _spawn(self, store: KvStore, request: Request, item: Active | None) -> None:
+        tokens, policy = request.prompt, request.policy
+        if item is not None:
+            # Nobody but itself produces what it looks for now, so there is nothing to park for.
+            tokens, policy = item.kv.tokens, replace(policy, full_hit=False, full_pages=False)
+        work = store.resolve_prefix(self._rank, tokens, request.scope, policy)
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks[request.id] = task
         # Not inside the task: one that is cancelled before it began runs none of its own code.
-        task.add_done_callback(lambda done: self._end(request, done))
+        task.add_done_callback(lambda done: self._end(request, item, done))
 
-    def _end(self, request: Request, task: asyncio.Task[KvPrefix]) -> None:
+    def _end(self, request: Request, item: Active | None, task: asyncio.Task[KvPrefix]) -> None:
         del self._tasks[request.id]
         nothing = KvPrefix.none(self._rank)
         if task.cancelled():
-            self._arrive(Arrival(request, nothing))
+            self._arrive(Arrival(request, nothing, item=item))
         elif (error := task.exception()) is not None:
-            self._arrive(Arrival(request, nothing, error))
+            self._arrive(Arrival(request, nothing, error, item=item))
         else:
-            self._arrive(Arrival(request, task.result()))
+            self._arrive(Arrival(request, task.result(), item=item))
 
     def _cancel(self, request_id: int) -> None:
         if request_id in self._tasks:

@@ -45,6 +45,7 @@ class Request:
         stop_token_ids: sampling one of these ends the request; it is the last token of the result.
         capture: whose logits the result keeps: none, of rows a token is sampled from, or of all rows run.
         policy: how far a resolve may go.
+        priority: a higher one is admitted before, and preempts, a lower one.
         branches: further requests that go on from this one's prompt, each with a seed of its own.
     """
 
@@ -56,7 +57,18 @@ class Request:
     stop_token_ids: frozenset[int]
     capture: Capture
     policy: ResolvePolicy = PLAIN
+    priority: int = 0
     branches: tuple[Request, ...] = ()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Its own id, and those of its branches."""
+        return (self.id, *(branch.id for branch in self.branches))
+
+    def within(self, scope: Scope) -> Request:
+        """The same in another scope, branches included."""
+        branches = tuple(replace(branch, scope=scope) for branch in self.branches)
+        return replace(self, scope=scope, branches=branches)
 
     def branch(self, request_id: int, number: int) -> Request:
         """The same under an id of its own, sampled as number `number` of several."""
@@ -73,15 +85,20 @@ class Result:
         tokens: what was sampled.
         finish: why it ended.
         reason: in words, where it was refused or failed.
-        hit_tokens: tokens that were not computed.
+        hit_tokens: tokens of the prompt that were never computed; with the computed ones they are all of it,
+            however often it was preempted.
         sources: hit tokens by where they came from (I6).
         degraded: why the hit was shorter than it might have been.
-        split: tokens of each step it ran in, in order; they begin at `hit_tokens`.
+        split: tokens of each step it ran in, in order; they begin at `hit_tokens`.  Of a preempted request
+            they include those that were run again.
         logits: [k, vocab] of the captured rows, on the CPU, or None.
         positions: int64[k], position of each captured row.
         drafted_tokens: tokens that a drafter proposed.
         accepted_tokens: how many of them were sampled.
         drafter_fault: the first answer of the drafter that was no proposal, or None.
+        preemptions: how often it gave its pages back to go on later (B20).
+        recomputed_tokens: tokens that were run again then, because their KV was gone.  What was still on the
+            device or came back from a tier is not among them, and neither is a hit.
     """
 
     id: int
@@ -98,6 +115,8 @@ class Result:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafter_fault: str | None = None
+    preemptions: int = 0
+    recomputed_tokens: int = 0
 
 
 def refusal(request: Request, finish: Finish, reason: str) -> Result:
@@ -105,16 +124,19 @@ def refusal(request: Request, finish: Finish, reason: str) -> Result:
     return Result(request.id, len(request.prompt), (), finish, reason)
 
 
-def check_prompt(tokens: TokenIds, max_new: int, limits: Limits) -> NDArray[np.int64]:
+def check_prompt(tokens: TokenIds, max_new: int, limits: Limits, priority: int = 0) -> NDArray[np.int64]:
     """The prompt as int64[n].
 
     Raises:
-        UsageFault: empty, too long, token ids outside the vocabulary (D5), or nothing to sample; all named.
+        UsageFault: empty, too long, token ids outside the vocabulary (D5), nothing to sample, or a priority
+            that is no integer; all named.
     """
     prompt = token_array(tokens).astype(np.int64)
     faults = []
     if not len(prompt):
         faults.append("the prompt is empty; expected 1 token or more")
+    if type(priority) is not int:
+        faults.append(f"priority {priority!r}: expected an integer")
     if max_new < 1:
         faults.append(f"max_new_tokens {max_new}: expected 1 or more")
     if len(prompt) + max_new > limits.max_context_tokens:

@@ -6,7 +6,7 @@ checks what it is handed, in numpy, before the first byte moves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,14 @@ class SpaceBounds:
     blocks: int
 
 
-def check_step(step: Step, *, limits: Limits, page_tokens: int, spaces: Mapping[str, SpaceBounds]) -> None:
+def check_step(
+    step: Step,
+    *,
+    limits: Limits,
+    page_tokens: int,
+    spaces: Mapping[str, SpaceBounds],
+    adapters: Collection[str] = (),
+) -> None:
     """Raise `InternalFault` naming every fault of a step; do nothing if there is none.
 
     Args:
@@ -38,6 +45,7 @@ def check_step(step: Step, *, limits: Limits, page_tokens: int, spaces: Mapping[
         limits: what the executor can take.
         page_tokens: tokens of a page.
         spaces: the paged spaces of the model, by key.
+        adapters: names of those that are loaded.
     """
     faults = _shape_faults(step)
     if not faults:
@@ -46,6 +54,7 @@ def check_step(step: Step, *, limits: Limits, page_tokens: int, spaces: Mapping[
             *_position_faults(step),
             *_want_faults(step),
             *_table_faults(step, page_tokens, spaces),
+            *_adapter_faults(step, adapters),
         ]
     if faults:
         raise InternalFault("step refused: " + "; ".join(faults))
@@ -67,6 +76,17 @@ def _shape_faults(step: Step) -> list[str]:
     if requests == 0:
         faults.append("no request")
     return faults
+
+
+def _adapter_faults(step: Step, loaded: Collection[str]) -> list[str]:
+    requests = len(step.context_len)
+    if step.adapters and len(step.adapters) != requests:
+        return [f"{len(step.adapters)} adapters for {requests} requests: expected one each, or none at all"]
+    return [
+        f"request {number} names adapter {name!r}: not loaded"
+        for number, name in enumerate(step.adapters)
+        if name is not None and name not in loaded
+    ]
 
 
 def _limit_faults(step: Step, limits: Limits) -> list[str]:

@@ -149,7 +149,8 @@ def test_requests_that_do_not_fit_wait_in_order(setup: Setup) -> None:
     with setup.engine() as engine:
         ids = [engine.submit(prompt(40, seed), 20) for seed in range(5)]
         engine.step()
-        assert engine.gauges() == {"resolving": 0, "arrived": 0, "waiting": 3, "active": 2}
+        gauges = engine.gauges()
+        assert (gauges["waiting"], gauges["active"], sum(gauges.values())) == (3, 2, 5)
         results = engine.run()
         assert engine.idle
         assert not any(engine.gauges().values())
@@ -170,8 +171,13 @@ def test_d5_a_wrong_request_is_refused_with_every_fault(setup: Setup) -> None:
     """Ids outside the vocabulary, an over-long context and nothing to sample are named together (D5)."""
     with setup.engine() as engine:
         with pytest.raises(UsageFault) as fault:
-            engine.submit([5] * 600 + [VOCAB], 0)
-        for part in ("max_new_tokens 0", "601 prompt + 0 new tokens", f"token id {VOCAB} at position 600"):
+            engine.submit([5] * 600 + [VOCAB], 0, priority=1.5)  # type: ignore[arg-type] # what is tested
+        for part in (
+            "priority 1.5: expected an integer",
+            "max_new_tokens 0",
+            "601 prompt + 0 new tokens",
+            f"token id {VOCAB} at position 600",
+        ):
             assert part in str(fault.value)
         with pytest.raises(UsageFault, match="empty"):
             engine.submit([], 1)

@@ -2,81 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCAB, Tiny, declare, tiny
+from running import PAGE, assembled, prompt
+from tiny_models import CONFIGS, declare, tiny
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.model import Scope
-from kvcontract.core.lane import ThreadLane
-from kvcontract.core.pending import Pending
-from kvcontract.engine.build import Assembly, EngineLimits, assemble
+from kvcontract.engine.build import Assembly, assemble
 from kvcontract.engine.checkpoint import random_checkpoint
 from kvcontract.engine.request import Finish, Result
 from kvcontract.store.policy import ResolvePolicy
-from kvcontract.tiers.base import RecordKeys
-from kvcontract.tiers.dram import DramTier
-
-PAGE = 16
-
-
-class Gated:
-    """A tier whose answers to look-ups can be held back; otherwise the tier it wraps."""
-
-    def __init__(self, tier: DramTier) -> None:
-        self._tier = tier
-        self._held: list[tuple[Pending[Any], Pending[Any]]] = []
-        self.shut = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tier, name)
-
-    def lookup(self, keys: RecordKeys, deadline: float) -> Pending[Any]:
-        """The tier's answer, when the gate is open."""
-        answer = self._tier.lookup(keys, deadline)
-        if not self.shut:
-            return answer
-        late: Pending[Any] = Pending()
-        self._held.append((answer, late))
-        return late
-
-    def open(self) -> None:
-        """Let everything through, now and later."""
-        self.shut = False
-        for answer, late in self._held:
-            answer.on_done(late.settle)
-
-
-@contextmanager
-def assembled(case: Tiny, *, pages: int = 31, gate: bool = False) -> Iterator[tuple[Assembly, Any]]:
-    """An engine with a DRAM tier; afterwards every page must be free or cached, and nothing promised."""
-    with ExitStack() as stack:
-        lane = ThreadLane("test-dram")
-        stack.callback(lane.close, 10.0)
-        dram = DramTier(64 << 20, lane=lane)
-        tier = Gated(dram) if gate else dram
-        parts = assemble(
-            case.kv,
-            case.layers,
-            hf_model=case.model,
-            pages=pages,
-            tiers=[tier],
-            limits=EngineLimits(max_chunk_tokens=PAGE),
-        )
-        with parts:
-            yield parts, tier
-        gauges = parts.pool.gauges()
-        assert (gauges.available, gauges.entitled) == (pages - 1, 0)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    """Random token ids."""
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def run_one(parts: Assembly, tokens: list[int], **options: Any) -> Result:
