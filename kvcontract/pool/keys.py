@@ -20,12 +20,16 @@ so that a prompt of 131,072 tokens hashes in about half a millisecond.
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+import stat
 import struct
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -74,6 +78,32 @@ class FleetSecret:
         """A new secret of 32 random bytes."""
         return cls(secrets.token_bytes(32))
 
+    @classmethod
+    def of_file(cls, path: Path, *, create: bool = False) -> FleetSecret:
+        """The secret that a file holds as hex digits; only its owner may read or write it.
+
+        Args:
+            path: of the file.
+            create: make one with a random secret where there is none; of several who try at once, one does.
+
+        Raises:
+            UsageFault: there is no such file, others may read or write it, or it holds something else.
+        """
+        try:
+            if create and not path.exists():
+                _write_once(path, cls.random().value.hex() + "\n")
+            with path.open(encoding="ascii") as file:
+                mode, text = os.fstat(file.fileno()).st_mode, file.read(4 * _MAX_SECRET_BYTES)
+            value = bytes.fromhex(text)
+        except (OSError, ValueError) as error:
+            raise UsageFault(f"{path} holds no fleet secret: {error}") from None
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise UsageFault(
+                f"{path} holds a fleet secret and has mode {stat.S_IMODE(mode):04o};"
+                f" only its owner may read it: chmod 600 {path}"
+            )
+        return cls(value)
+
     @property
     def id(self) -> str:
         """Public name of the secret, 16 hex digits; tells secrets apart without revealing one."""
@@ -81,6 +111,26 @@ class FleetSecret:
 
     def __repr__(self) -> str:
         return f"FleetSecret(id={self.id})"
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Make a file of mode 0600, whole and durable, unless somebody else has made it."""
+    temporary = path.with_name(f"{path.name}-{secrets.token_hex(8)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "w", encoding="ascii") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink()
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 class Keyer:

@@ -1,0 +1,276 @@
+"""The durable index of a disk store: which record lies where, in SQLite.
+
+It is read once, when the store is opened, and written in batches; look-ups go to memory.  A batch is one
+transaction of a write-ahead log that is synced before `apply` returns, so after a crash it is there or not.
+Rows carry a sum of themselves, and how many there must be is kept beside them: what a flipped bit takes away
+or makes up shows.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvcontract.memory.checksum import crc32c
+from kvcontract.tiers.base import RECORD_KEY_BYTES
+from kvcontract.tiers.disk_files import Files
+from kvcontract.tiers.disk_slots import Changes, Segment, Slot
+from kvcontract.tiers.frame import FINGERPRINT_BYTES
+
+NAME: Final = "index.db"
+NAMES: Final = (f"{NAME}-journal", f"{NAME}-shm", f"{NAME}-wal", NAME)
+"""Its files; removed in this order, so that no log is ever left for another database to find."""
+
+_LOG_BYTES: Final = 4 * 2**20  # of the write-ahead log, after which it is moved into the database
+_WAIT_S: Final = 5.0  # for an operator's reader
+_ROW: Final = struct.Struct(f"<{RECORD_KEY_BYTES}sqqqq{FINGERPRINT_BYTES}sq")
+_SEGMENT: Final = struct.Struct("<qqq")
+_BROKEN: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+
+_SCHEMA: Final = """
+create table segments (number integer primary key, slot_bytes integer, slots integer, sum integer);
+create table records (
+    key blob primary key, segment integer, slot integer, record_bytes integer, head_bytes integer,
+    fingerprint blob, stamp integer, sum integer
+) without rowid;
+create table facts (name text primary key, value integer) without rowid;
+"""
+
+
+class RecordRow(NamedTuple):
+    """Where one record lies; `stamp` orders records by their use."""
+
+    key: bytes
+    segment: int
+    slot: int
+    record_bytes: int
+    head_bytes: int
+    fingerprint: bytes
+    stamp: int
+
+
+class SegmentRow(NamedTuple):
+    """A segment file."""
+
+    number: int
+    slot_bytes: int
+    slots: int
+
+
+@dataclass(slots=True)
+class Contents:
+    """What an index holds.
+
+    Attributes:
+        segments, records: rows that are whole, records in the order of their use.
+        damaged: rows that are not, and rows that are missing.
+        facts: single numbers.
+    """
+
+    segments: list[SegmentRow] = field(default_factory=list)
+    records: list[RecordRow] = field(default_factory=list)
+    damaged: int = 0
+    facts: dict[str, int] = field(default_factory=dict)
+
+
+class DiskIndex:
+    """The index of one store, opened by its owner.
+
+    Args:
+        folder: of the store.
+        files: through which transactions end.
+
+    Attributes:
+        lost: the index that was there could not be read, and a new one was begun.
+    """
+
+    def __init__(self, folder: Path, files: Files) -> None:
+        self.lost = False
+        self._path = folder / NAME
+        self._files = files
+        self._rows = 0
+        try:
+            self._db = self._opened()
+        except sqlite3.DatabaseError as error:
+            if not broken(error):
+                raise
+            self._lose()
+
+    def _opened(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("pragma journal_mode=wal").fetchall()
+            db.execute("pragma synchronous=full")
+            db.execute("pragma wal_autocheckpoint=0")
+            db.execute("pragma cell_size_check=on")
+            if not db.execute("select 1 from sqlite_schema").fetchone():
+                db.executescript(f"begin immediate;{_SCHEMA}")
+                self._files.commit(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def read(self) -> Contents:
+        """Everything; an index that cannot be read is given up for an empty one."""
+        try:
+            contents = contents_of(self._db)
+        except sqlite3.DatabaseError as error:
+            if not broken(error):
+                raise
+            self.restart()
+            contents = Contents(damaged=1)
+        self._rows = contents.facts.get("records", 0)
+        return contents
+
+    def restart(self) -> None:
+        """Begin anew with an empty index."""
+        with suppress(sqlite3.Error):  # what is broken may not even close; its files go in any case
+            self._db.close()
+        self._lose()
+
+    def _lose(self) -> None:
+        self.lost = True
+        for name in NAMES:
+            self._path.with_name(name).unlink(missing_ok=True)
+        self._files.sync_folder(self._path.parent)
+        self._rows = 0
+        self._db = self._opened()
+
+    def apply(self, changes: Changes) -> None:
+        """Make changes durable, all or none.
+
+        Raises:
+            sqlite3.Error: it could not be done; whether it was is unknown.
+        """
+        db = self._db
+        db.execute("begin immediate")
+        try:
+            # The cursor counts: of the keys touched, some have no row.
+            gone = db.executemany("delete from records where key = ?", [(key,) for key in changes.touched])
+            rows = self._rows - max(0, gone.rowcount) + len(changes.stored)
+            db.executemany(
+                "insert into records values (?,?,?,?,?,?,?,?)",
+                [_record_values(key, slot) for key, slot in changes.stored],
+            )
+            db.executemany(
+                "delete from segments where number = ?", [(item.number,) for item in changes.given_up]
+            )
+            db.executemany(
+                "insert or replace into segments values (?,?,?,?)",
+                [_segment_values(item) for item in changes.made if item not in changes.given_up],
+            )
+            db.execute("insert or replace into facts values ('records', ?)", (rows,))
+            self._files.commit(db)
+        except BaseException:
+            with suppress(sqlite3.Error):  # it may have ended already; the first error is told
+                db.execute("rollback")
+            raise
+        self._rows = rows
+        self._tidy()
+
+    def note(self, name: str, value: int) -> None:
+        """Keep a number, for whoever reads the store from outside."""
+        self._db.execute("begin immediate")
+        self._db.execute("insert or replace into facts values (?, ?)", (name, value))
+        self._files.commit(self._db)
+
+    def stamp(self, records: Sequence[tuple[bytes, Slot]]) -> None:
+        """Keep the order of use as it is now, of records that have rows."""
+        values = [_record_values(key, slot) for key, slot in records]
+        self._db.execute("begin immediate")
+        self._db.executemany("insert or replace into records values (?,?,?,?,?,?,?,?)", values)
+        self._files.commit(self._db)
+
+    def close(self) -> None:
+        """Move the log into the database and end."""
+        try:
+            self._files.checkpoint(self._db)
+        finally:
+            self._db.close()
+
+    def _tidy(self) -> None:
+        log = self._path.with_name(f"{NAME}-wal")
+        if log.exists() and log.stat().st_size > _LOG_BYTES:
+            self._files.checkpoint(self._db)
+
+
+def read_index(folder: Path) -> Contents:
+    """What the index of a store holds, read from outside while its owner may be writing.
+
+    Raises:
+        sqlite3.Error: it cannot be read.
+    """
+    uri = f"{(folder / NAME).absolute().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True, timeout=_WAIT_S)) as db:
+        return contents_of(db)
+
+
+def broken(error: sqlite3.Error) -> bool:
+    """Whether the index itself is damaged, in contrast to a disk that is full or will not answer."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BROKEN
+
+
+def contents_of(db: sqlite3.Connection) -> Contents:
+    """What a connection sees, at one moment."""
+    found = Contents()
+    db.execute("begin")
+    try:
+        for row in db.execute("select * from segments"):
+            if _whole(row, _SEGMENT):
+                found.segments.append(SegmentRow(*row[:-1]))
+            else:
+                found.damaged += 1
+        rows = 0
+        for row in db.execute("select * from records"):
+            rows += 1
+            if _whole(row, _ROW):
+                found.records.append(RecordRow(*row[:-1]))
+            else:
+                found.damaged += 1
+        found.facts = {name: value for name, value in _facts(db) if isinstance(value, int)}
+    finally:
+        db.execute("rollback")
+    found.damaged += abs(found.facts.get("records", 0) - rows)
+    found.records.sort(key=lambda row: row.stamp)
+    return found
+
+
+def _facts(db: sqlite3.Connection) -> Iterator[tuple[str, Any]]:
+    yield from db.execute("select name, value from facts")
+
+
+def _record_values(key: bytes, slot: Slot) -> tuple[Any, ...]:
+    slot.stamp = slot.touched
+    values = (
+        key,
+        slot.segment.number,
+        slot.number,
+        slot.shape.record_bytes,
+        slot.shape.head_bytes,
+        slot.fingerprint,
+        slot.stamp,
+    )
+    return (*values, crc32c(_ROW.pack(*values)))
+
+
+def _segment_values(segment: Segment) -> tuple[int, ...]:
+    values = (segment.number, segment.slot_bytes, segment.slots)
+    return (*values, crc32c(_SEGMENT.pack(*values)))
+
+
+def _whole(row: tuple[Any, ...], packed: struct.Struct) -> bool:
+    """Whether a row is the one that was written: its types, its lengths, its sum."""
+    try:
+        same_lengths = all(len(cell) in _LENGTHS for cell in row if isinstance(cell, bytes))
+        return same_lengths and crc32c(packed.pack(*row[:-1])) == row[-1]
+    except (struct.error, TypeError):
+        return False
+
+
+_LENGTHS: Final = (RECORD_KEY_BYTES, FINGERPRINT_BYTES)

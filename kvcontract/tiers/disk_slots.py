@@ -1,0 +1,396 @@
+"""Which record lies in which slot of which segment file, under one quota; no I/O, no threads.
+
+Segments are files of equal slots, made when first needed.  Records of a size share segments, sizes share the
+quota: room is made by evicting the least recently used records of the same size, or by giving up a segment
+of another size that has been idle for longer.
+
+What is known here runs ahead of the durable index.  A slot whose row may still exist on disk is not free
+when its record goes: it becomes free by the commit that deletes the row (`begin`, then `done` or `failed`),
+so that no row ever points at another record's bytes.
+
+Not thread-safe: `DiskStore` calls everything under its lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import Final
+
+from kvcontract.contract.errors import InternalFault
+from kvcontract.tiers.disk_files import Shape
+
+_AHEAD_SHARE: Final = 32
+_MOST_AHEAD: Final = 32
+
+
+class Step(Enum):
+    """What to do for room, before asking again."""
+
+    AGAIN = "again"
+    GROW = "grow"
+    COMMIT = "commit"
+
+
+class Segment:
+    """One file of equal slots.
+
+    Attributes:
+        number: names the file; never used twice.
+        slot_bytes, slots: of each, and how many.
+        fd: open file.
+        free: numbers of slots that may be written.
+        records: by slot number, those that can be found.
+        pins: of all its slots.
+        idle_since: the last touch of any of its records.
+        rowed: the index may know it.
+    """
+
+    __slots__ = ("fd", "free", "idle_since", "number", "pins", "records", "rowed", "slot_bytes", "slots")
+
+    def __init__(self, number: int, slot_bytes: int, slots: int, fd: int, *, rowed: bool = False) -> None:
+        self.number, self.slot_bytes, self.slots, self.fd = number, slot_bytes, slots, fd
+        self.free = list(range(slots - 1, -1, -1))
+        self.records: dict[int, Slot] = {}
+        self.pins = 0
+        self.idle_since = 0
+        self.rowed = rowed
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the file."""
+        return self.slot_bytes * self.slots
+
+
+class Slot:
+    """Room for one record, from `take` until it is free again.
+
+    Attributes:
+        segment, number: where it lies.
+        key: of its record; None while it is written, and once it is forgotten.
+        shape: of its record.
+        fingerprint: of the record's frame; 16 zero bytes if it has none.
+        pins: leases, copies and handoffs that need it as it is.
+        touched: when it was last used, in uses of the whole store.
+        stamp: `touched`, as the index has it.
+        rowed: the durable index may have a row that points here.
+    """
+
+    __slots__ = ("fingerprint", "key", "number", "pins", "rowed", "segment", "shape", "stamp", "touched")
+
+    def __init__(self, segment: Segment, number: int, shape: Shape, fingerprint: bytes) -> None:
+        self.segment, self.number, self.shape, self.fingerprint = segment, number, shape, fingerprint
+        self.key: bytes | None = None
+        self.pins = 0
+        self.touched = self.stamp = 0
+        self.rowed = False
+
+    @property
+    def at(self) -> int:
+        """Where it begins in the file."""
+        return self.number * self.segment.slot_bytes
+
+
+class _SizeClass:
+    """Segments of one slot size; `used` from least to most recently used, `going` wait for a commit."""
+
+    __slots__ = ("going", "segments", "used")
+
+    def __init__(self) -> None:
+        self.segments: dict[Segment, None] = {}
+        self.used: OrderedDict[bytes, Slot] = OrderedDict()
+        self.going = 0
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one commit makes durable.
+
+    Attributes:
+        touched: keys whose rows are replaced or deleted.
+        stored: keys and slots whose rows are written.
+        made: segments that become known.
+        given_up: segments whose rows go; their files may be removed afterwards.
+        vacated: slots that no row points at any more afterwards.
+    """
+
+    touched: list[bytes]
+    stored: list[tuple[bytes, Slot]]
+    made: list[Segment]
+    given_up: list[Segment]
+    vacated: list[Slot]
+
+    def __bool__(self) -> bool:
+        return bool(self.touched or self.made or self.given_up)
+
+
+class DiskSlots:
+    """Records by key in slots of segments.
+
+    Args:
+        capacity_bytes: quota; segment files never add up to more.
+        segment_bytes: of a segment, unless one slot or what is left of the quota is another size.
+
+    Attributes:
+        used_bytes: of the records that can be found.
+        allocated_bytes: of all segment files.
+        evictions: records that had to go for others.
+        evicted: their keys, until somebody takes them out.
+    """
+
+    def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
+        self.capacity_bytes, self.segment_bytes = capacity_bytes, segment_bytes
+        self.used_bytes = 0
+        self.allocated_bytes = 0
+        self.evictions = 0
+        self.evicted: list[bytes] = []
+        self._classes: dict[int, _SizeClass] = {}
+        self._index: dict[bytes, Slot] = {}
+        self._now = 0
+        self._touched_keys: dict[bytes, None] = {}
+        self._vacated: list[Slot] = []
+        self._made: list[Segment] = []
+        self._given_up: list[Segment] = []
+        self._leaving: dict[Segment, None] = {}  # given up, the file is still there
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def uncommitted(self) -> int:
+        """Keys that the next commit is about."""
+        return len(self._touched_keys)
+
+    def used_since(self) -> list[tuple[bytes, Slot]]:
+        """Records that were used since the index was told of them."""
+        return [(key, slot) for key, slot in self._index.items() if slot.touched != slot.stamp]
+
+    def segments(self) -> Iterator[Segment]:
+        """Every one whose file may be there."""
+        for held in self._classes.values():
+            yield from held.segments
+        yield from self._leaving
+
+    def find(self, key: bytes) -> Slot | None:
+        """The slot that holds a record, which thereby counts as used."""
+        slot = self._index.get(key)
+        if slot is not None:
+            self._touch(slot)
+            self._classes[slot.segment.slot_bytes].used.move_to_end(key)
+        return slot
+
+    def fits(self, slot_bytes: int) -> bool:
+        """Whether a slot could ever be had."""
+        return slot_bytes <= self.capacity_bytes
+
+    # Room
+
+    def take(self, shape: Shape, fingerprint: bytes) -> Slot | None:
+        """A free slot to write a record into, pinned once; None without one.
+
+        End it with `publish` or without, and with `unpin` in both cases.
+        """
+        held = self._classes.get(shape.slot_bytes)
+        segment = next((item for item in held.segments if item.free), None) if held else None
+        if segment is None:
+            return None
+        slot = Slot(segment, segment.free.pop(), shape, fingerprint)
+        self.pin(slot)
+        return slot
+
+    def room(self, slot_bytes: int, *, grow: bool) -> Step | None:
+        """What gives a slot of this size, after evicting if need be; None if nothing may be evicted.
+
+        Args:
+            slot_bytes: of the slot.
+            grow: whether a new segment may be made.
+        """
+        if grow and self.growth(slot_bytes):
+            return Step.GROW
+        mine = self._classes.setdefault(slot_bytes, _SizeClass())
+        if mine.going or self._given_up:
+            return Step.COMMIT
+        own = next((slot for slot in mine.used.values() if not slot.pins), None)
+        others = (segment for segment in self._idle() if segment.slot_bytes != slot_bytes)
+        coldest = min(others, key=lambda item: item.idle_since, default=None)
+        if coldest is not None and (own is None or coldest.idle_since < own.touched):
+            self.give_up(coldest)
+            return Step.COMMIT
+        if own is None:
+            return None
+        # Some ahead, so that not every record waits for a commit of its own.
+        count = sum(segment.slots for segment in mine.segments)
+        ahead = min(max(1, count // _AHEAD_SHARE), _MOST_AHEAD)
+        for slot in list(islice((slot for slot in mine.used.values() if not slot.pins), ahead)):
+            self._evict(slot)
+        return Step.COMMIT if mine.going else Step.AGAIN
+
+    def growth(self, slot_bytes: int) -> int:
+        """How many slots a new segment would have; 0 if the quota has no room for one."""
+        left = self.capacity_bytes - self.allocated_bytes
+        return max(0, min(max(1, self.segment_bytes // slot_bytes), left // slot_bytes))
+
+    def add(self, segment: Segment) -> None:
+        """Take a segment in whose file is there."""
+        self._classes.setdefault(segment.slot_bytes, _SizeClass()).segments[segment] = None
+        self.allocated_bytes += segment.file_bytes
+        if not segment.rowed:
+            self._made.append(segment)
+
+    def give_up(self, segment: Segment) -> None:
+        """Evict all of a segment; its file may be removed after the next commit."""
+        for slot in list(segment.records.values()):
+            self._evict(slot)
+        held = self._classes[segment.slot_bytes]
+        del held.segments[segment]
+        self._leaving[segment] = None
+        self._given_up.append(segment)
+
+    def removed(self, segment: Segment) -> None:
+        """The file of a segment that was given up is gone."""
+        del self._leaving[segment]
+        self.allocated_bytes -= segment.file_bytes
+
+    def shrink(self) -> None:
+        """Give up the longest idle segments until what is left fits the quota."""
+        over = self.allocated_bytes - self.capacity_bytes
+        for segment in sorted(self._idle(), key=lambda item: item.idle_since):
+            if over <= 0:
+                break
+            over -= segment.file_bytes
+            self.give_up(segment)
+
+    # Records
+
+    def publish(self, slot: Slot, key: bytes) -> None:
+        """Make a taken slot findable; its bytes are complete (R3)."""
+        self._enter(slot, key)
+        self._touched_keys[key] = None
+
+    def adopt(self, slot: Slot, key: bytes, stamp: int) -> None:
+        """Take in a record that the index knows, in the order of their stamps; `adopted` ends it."""
+        slot.rowed = True
+        self._now = max(self._now, stamp - 1)
+        self._enter(slot, key)
+        slot.stamp = stamp
+
+    def adopted(self) -> None:
+        """Every record is taken in: what none of them lies in is free."""
+        for segment in self.segments():
+            segment.free = [n for n in range(segment.slots - 1, -1, -1) if n not in segment.records]
+
+    def _enter(self, slot: Slot, key: bytes) -> None:
+        if key in self._index:
+            raise InternalFault("a record was published under a key that is taken")
+        slot.key = key
+        self._index[key] = slot
+        self._classes[slot.segment.slot_bytes].used[key] = slot
+        slot.segment.records[slot.number] = slot
+        self.used_bytes += slot.shape.record_bytes
+        self._touch(slot)
+
+    def pin(self, slot: Slot) -> None:
+        """Keep a slot as it is until a matching `unpin`."""
+        slot.pins += 1
+        slot.segment.pins += 1
+
+    def unpin(self, slot: Slot) -> None:
+        """Undo one `pin`; a slot without a findable record is then free, or is so after the next commit."""
+        if slot.pins < 1:
+            raise InternalFault("a slot was unpinned more often than pinned")
+        slot.pins -= 1
+        slot.segment.pins -= 1
+        if not slot.pins and slot.key is None:
+            self._free(slot)
+
+    def drop(self, slot: Slot) -> None:
+        """Forget a slot's record."""
+        key = slot.key
+        if key is None:
+            return
+        del self._index[key]
+        del self._classes[slot.segment.slot_bytes].used[key]
+        del slot.segment.records[slot.number]
+        self.used_bytes -= slot.shape.record_bytes
+        slot.key = None
+        self._touched_keys[key] = None
+        if slot.rowed:
+            self._vacated.append(slot)
+        if not slot.pins:
+            self._free(slot)
+
+    def forget(self) -> None:
+        """Forget every record."""
+        for slot in list(self._index.values()):
+            self.drop(slot)
+
+    # Commits
+
+    def begin(self) -> Changes:
+        """What there is to commit; from now on those rows may exist."""
+        keys, self._touched_keys = list(self._touched_keys), {}
+        stored = [(key, slot) for key in keys if (slot := self._index.get(key)) is not None]
+        changes = Changes(keys, stored, self._made, self._given_up, self._vacated)
+        self._made, self._given_up, self._vacated = [], [], []
+        for _, slot in stored:
+            slot.rowed = True
+        for segment in changes.made:
+            segment.rowed = True
+        return changes
+
+    def everything(self) -> Changes:
+        """What an index has to be told that knows nothing; ends what was to commit."""
+        changes = self.begin()
+        changes.stored = list(self._index.items())
+        changes.touched = list(dict.fromkeys([*changes.touched, *self._index]))
+        changes.made = [segment for held in self._classes.values() for segment in held.segments]
+        for _, slot in changes.stored:
+            slot.rowed = True
+        return changes
+
+    def done(self, changes: Changes) -> None:
+        """The changes are durable."""
+        for slot in changes.vacated:
+            slot.rowed = False
+            if not slot.pins:
+                self._classes[slot.segment.slot_bytes].going -= 1
+                slot.segment.free.append(slot.number)
+
+    def failed(self, changes: Changes) -> None:
+        """The changes may or may not be durable: all of them are to commit again."""
+        self._touched_keys = dict.fromkeys([*changes.touched, *self._touched_keys])
+        self._made = changes.made + self._made
+        self._given_up = changes.given_up + self._given_up
+        self._vacated = changes.vacated + self._vacated
+
+    def lose(self, changes: Changes, segment: Segment) -> list[bytes]:
+        """Forget what a commit was about to name in a segment; returns the keys."""
+        lost = [(key, slot) for key, slot in changes.stored if slot.segment is segment]
+        gone = {key for key, _ in lost}
+        changes.stored = [(key, slot) for key, slot in changes.stored if key not in gone]
+        for _, slot in lost:
+            self.drop(slot)
+        return list(gone)
+
+    def _idle(self) -> Iterator[Segment]:
+        for held in self._classes.values():
+            yield from (segment for segment in held.segments if not segment.pins)
+
+    def _evict(self, slot: Slot) -> None:
+        if slot.key is not None:
+            self.evicted.append(slot.key)
+        self.evictions += 1
+        self.drop(slot)
+
+    def _free(self, slot: Slot) -> None:
+        if slot.rowed:
+            self._classes[slot.segment.slot_bytes].going += 1
+        else:
+            slot.segment.free.append(slot.number)
+
+    def _touch(self, slot: Slot) -> None:
+        self._now += 1
+        slot.touched = slot.segment.idle_since = self._now
