@@ -63,11 +63,11 @@ class DiskTier:
         directory: of the store, made if need be; `disk_home` says what is in it.
         capacity_bytes: quota of the files that hold records, the index not counted.  Less than last time
             evicts what is above it.
-        lane: where records are read and written; stays the caller's to close, after this.  None makes two,
-            so that loads do not wait behind saves, which `close` ends.
+        lane: where records are read and written; stays the caller's to close, after this.  None makes some
+            that `close` ends: one for loads, which do not wait behind saves, one for saves, one that commits.
         clock: what deadlines are measured on.
         name: labels statistics.
-        workers: threads of each own lane: records that are read, and written, at one time.
+        workers: records that are read, and written, at one time in own lanes.
         segment_bytes: of each file; None: 64 MiB, or what makes 16 to 128 files of the first time's quota.
         meta: what the store is made for, such as its `max_tp`; opened again, it must be the same.
         fresh: where the directory holds a store of another format version, use ``<directory>.format<N>``
@@ -288,7 +288,7 @@ class DiskTier:
             answer.settle(in_time and self._commit() and self._clock() <= deadline)
 
         def submit(_: object) -> None:
-            if not self._work.submit("save", commit):
+            if not self._work.submit("commit", commit):
                 answer.settle(False)
 
         all_of(saves).on_done(submit)
@@ -322,11 +322,11 @@ class DiskTier:
         if not waiting or self._commit_queued:
             return
         late = waiting >= COMMIT_RECORDS or self._clock() - self._committed_at >= COMMIT_DELAY_S
-        if self._work.closed or (self._work.saving() and not late):
+        if self._work.closed or (self._work.saving() and not late and not self._store.short):
             return  # whoever settles last asks again, and `close` commits
         with self._lock:
             queued, self._commit_queued = self._commit_queued, True
-        if not queued and not self._work.submit("save", self._commit):
+        if not queued and not self._work.submit("commit", self._commit):
             self._commit_queued = False
 
     def _commit(self) -> bool:

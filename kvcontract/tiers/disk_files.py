@@ -10,7 +10,7 @@ A record in its slot::
          0      8  magic  89 4B 56 44 53 0D 0A 1A
          8      2  format version
         10      2  zero
-        12      4  crc32c of the front, these four bytes left out
+        12      4  crc32c of the front with these four bytes zero
         16      8  record bytes
         24      4  head bytes
         28     21  record key
@@ -220,7 +220,7 @@ class RecordIo:
         ctypes.memset(stage.address, 0, front - head)
         _FIXED.pack_into(stage.view, 0, MAGIC, FORMAT, 0, 0, shape.record_bytes, head, key)
         rest = _copy(pieces, stage.address + front - head, head, into_stage=True)
-        _SUM.pack_into(stage.view, _SUM_AT, _front_sum(stage.view[:front]))
+        _SUM.pack_into(stage.view, _SUM_AT, crc32c(stage.view[:front]))
         if (straight := self._straight(rest)) is None:
             self._write_staged(fd, at, front, rest)
             return
@@ -320,17 +320,14 @@ def _all(transfer: Transfer, fd: int, views: list[memoryview], at: int) -> bool:
     return True
 
 
-def _front_sum(front: memoryview) -> int:
-    return crc32c(front[_SUM_AT + _SUM.size :], crc32c(front[:_SUM_AT]))
-
-
 def _front_flaw(front: memoryview, key: bytes, shape: Shape) -> Flaw | None:
     magic, version, _, claimed, record_bytes, head_bytes, found = _FIXED.unpack_from(front)
     if magic != MAGIC:
         return Flaw.FOREIGN
     if version != FORMAT:
         return Flaw.OTHER_FORMAT
-    if claimed != _front_sum(front):
+    _SUM.pack_into(front, _SUM_AT, 0)
+    if claimed != crc32c(front):
         return Flaw.CORRUPT_HEADER
     if found != key or (record_bytes, head_bytes) != (shape.record_bytes, shape.head_bytes):
         return Flaw.WRONG_KEY

@@ -23,8 +23,9 @@ from typing import Final
 from kvcontract.contract.errors import InternalFault
 from kvcontract.tiers.disk_files import Shape
 
-_AHEAD_SHARE: Final = 32
-_MOST_AHEAD: Final = 32
+_AHEAD_SHARE: Final = 16
+_AHEAD_SLOTS: Final = 1024
+_AHEAD_BYTES: Final = 128 * 2**20
 
 
 class Step(Enum):
@@ -42,18 +43,16 @@ class Segment:
         number: names the file; never used twice.
         slot_bytes, slots: of each, and how many.
         fd: open file.
-        free: numbers of slots that may be written.
         records: by slot number, those that can be found.
         pins: of all its slots.
         idle_since: the last touch of any of its records.
         rowed: the index may know it.
     """
 
-    __slots__ = ("fd", "free", "idle_since", "number", "pins", "records", "rowed", "slot_bytes", "slots")
+    __slots__ = ("fd", "idle_since", "number", "pins", "records", "rowed", "slot_bytes", "slots")
 
     def __init__(self, number: int, slot_bytes: int, slots: int, fd: int, *, rowed: bool = False) -> None:
         self.number, self.slot_bytes, self.slots, self.fd = number, slot_bytes, slots, fd
-        self.free = list(range(slots - 1, -1, -1))
         self.records: dict[int, Slot] = {}
         self.pins = 0
         self.idle_since = 0
@@ -95,14 +94,33 @@ class Slot:
 
 
 class _SizeClass:
-    """Segments of one slot size; `used` from least to most recently used, `going` wait for a commit."""
+    """Segments of one slot size.
 
-    __slots__ = ("going", "segments", "used")
+    Attributes:
+        segments: in the order they were made.
+        free: places that may be written.
+        used: from least to most recently used.
+        going: slots that are free after the next commit.
+    """
+
+    __slots__ = ("free", "going", "segments", "used")
 
     def __init__(self) -> None:
         self.segments: dict[Segment, None] = {}
+        self.free: list[tuple[Segment, int]] = []
         self.used: OrderedDict[bytes, Slot] = OrderedDict()
         self.going = 0
+
+    @property
+    def batch(self) -> int:
+        """How many records are evicted at a time, so that not each of them waits for a commit of its own."""
+        share = sum(segment.slots for segment in self.segments) // _AHEAD_SHARE
+        size = next((segment.slot_bytes for segment in self.segments), 1)
+        return max(1, min(share, _AHEAD_SLOTS, _AHEAD_BYTES // size))
+
+    def coldest(self, count: int) -> list[Slot]:
+        """So many of the least recently used that nothing pins."""
+        return list(islice((slot for slot in self.used.values() if not slot.pins), count))
 
 
 @dataclass(slots=True)
@@ -164,6 +182,11 @@ class DiskSlots:
         """Keys that the next commit is about."""
         return len(self._touched_keys)
 
+    @property
+    def short(self) -> bool:
+        """Whether a commit would give slots that are free."""
+        return any(held.going for held in self._classes.values())
+
     def used_since(self) -> list[tuple[bytes, Slot]]:
         """Records that were used since the index was told of them."""
         return [(key, slot) for key, slot in self._index.items() if slot.touched != slot.stamp]
@@ -194,12 +217,22 @@ class DiskSlots:
         End it with `publish` or without, and with `unpin` in both cases.
         """
         held = self._classes.get(shape.slot_bytes)
-        segment = next((item for item in held.segments if item.free), None) if held else None
-        if segment is None:
+        if held is None or not held.free:
             return None
-        slot = Slot(segment, segment.free.pop(), shape, fingerprint)
+        slot = Slot(*held.free.pop(), shape, fingerprint)
         self.pin(slot)
+        self._look_ahead(held)
         return slot
+
+    def _look_ahead(self, held: _SizeClass) -> None:
+        """Evict before the last free slot is taken, so that writers need not wait for the commit."""
+        size = next((segment.slot_bytes for segment in held.segments), 0)
+        if held.going or not size or self.growth(size):
+            return
+        batch = held.batch
+        if len(held.free) < batch - 1:
+            for slot in held.coldest(batch):
+                self._evict(slot)
 
     def room(self, slot_bytes: int, *, grow: bool) -> Step | None:
         """What gives a slot of this size, after evicting if need be; None if nothing may be evicted.
@@ -213,7 +246,7 @@ class DiskSlots:
         mine = self._classes.setdefault(slot_bytes, _SizeClass())
         if mine.going or self._given_up:
             return Step.COMMIT
-        own = next((slot for slot in mine.used.values() if not slot.pins), None)
+        own = next(iter(mine.coldest(1)), None)
         others = (segment for segment in self._idle() if segment.slot_bytes != slot_bytes)
         coldest = min(others, key=lambda item: item.idle_since, default=None)
         if coldest is not None and (own is None or coldest.idle_since < own.touched):
@@ -221,10 +254,7 @@ class DiskSlots:
             return Step.COMMIT
         if own is None:
             return None
-        # Some ahead, so that not every record waits for a commit of its own.
-        count = sum(segment.slots for segment in mine.segments)
-        ahead = min(max(1, count // _AHEAD_SHARE), _MOST_AHEAD)
-        for slot in list(islice((slot for slot in mine.used.values() if not slot.pins), ahead)):
+        for slot in mine.coldest(mine.batch):
             self._evict(slot)
         return Step.COMMIT if mine.going else Step.AGAIN
 
@@ -235,7 +265,9 @@ class DiskSlots:
 
     def add(self, segment: Segment) -> None:
         """Take a segment in whose file is there."""
-        self._classes.setdefault(segment.slot_bytes, _SizeClass()).segments[segment] = None
+        held = self._classes.setdefault(segment.slot_bytes, _SizeClass())
+        held.segments[segment] = None
+        held.free += [(segment, number) for number in range(segment.slots - 1, -1, -1)]
         self.allocated_bytes += segment.file_bytes
         if not segment.rowed:
             self._made.append(segment)
@@ -246,6 +278,7 @@ class DiskSlots:
             self._evict(slot)
         held = self._classes[segment.slot_bytes]
         del held.segments[segment]
+        held.free = [place for place in held.free if place[0] is not segment]
         self._leaving[segment] = None
         self._given_up.append(segment)
 
@@ -279,8 +312,8 @@ class DiskSlots:
 
     def adopted(self) -> None:
         """Every record is taken in: what none of them lies in is free."""
-        for segment in self.segments():
-            segment.free = [n for n in range(segment.slots - 1, -1, -1) if n not in segment.records]
+        for held in self._classes.values():
+            held.free = [(segment, number) for segment, number in held.free if number not in segment.records]
 
     def _enter(self, slot: Slot, key: bytes) -> None:
         if key in self._index:
@@ -357,7 +390,7 @@ class DiskSlots:
             slot.rowed = False
             if not slot.pins:
                 self._classes[slot.segment.slot_bytes].going -= 1
-                slot.segment.free.append(slot.number)
+                self._free(slot)
 
     def failed(self, changes: Changes) -> None:
         """The changes may or may not be durable: all of them are to commit again."""
@@ -386,10 +419,11 @@ class DiskSlots:
         self.drop(slot)
 
     def _free(self, slot: Slot) -> None:
+        held = self._classes[slot.segment.slot_bytes]
         if slot.rowed:
-            self._classes[slot.segment.slot_bytes].going += 1
-        else:
-            slot.segment.free.append(slot.number)
+            held.going += 1
+        elif slot.segment in held.segments:  # else it was given up
+            held.free.append((slot.segment, slot.number))
 
     def _touch(self, slot: Slot) -> None:
         self._now += 1

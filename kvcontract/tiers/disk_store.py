@@ -281,6 +281,11 @@ class DiskStore:
         """Records and losses that a crash would undo."""
         return self._slots.uncommitted
 
+    @property
+    def short(self) -> bool:
+        """Whether writers will soon wait for a commit."""
+        return self._slots.short
+
     def commit(self) -> bool:
         """Make durable all that is findable and all that was forgotten; False if a part was lost instead.
 

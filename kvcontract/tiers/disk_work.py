@@ -19,7 +19,7 @@ JOB_BYTES: Final = 2**20
 
 _KEPT_FAULTS: Final = 16
 
-Verb = Literal["load", "save"]
+Verb = Literal["load", "save", "commit"]
 One = Callable[[int], Code]
 """Does the record of a row."""
 
@@ -45,8 +45,8 @@ class Work:
 
     Args:
         name: of the tier.
-        lane: for all of it; None makes one for loads and one for saves, which `close` ends.
-        workers: of each own lane.
+        lane: for all of it; None makes one for loads, one for saves, and one that commits; `close` ends them.
+        workers: of the own lanes for loads and saves, each.
 
     Attributes:
         faults: the latest unexpected exceptions.
@@ -56,10 +56,9 @@ class Work:
     def __init__(self, name: str, lane: Lane | None, workers: int) -> None:
         self.faults: deque[Exception] = deque(maxlen=_KEPT_FAULTS)
         self.closed = False
-        self._own = [] if lane else [ThreadLane(f"kvc-{name}-{verb}", workers) for verb in ("load", "save")]
-        self._lanes: dict[Verb, Lane] = (
-            {"load": lane, "save": lane} if lane else {"load": self._own[0], "save": self._own[1]}
-        )
+        threads: dict[Verb, int] = {"load": workers, "save": workers, "commit": 1}
+        self._own = {} if lane else {verb: ThreadLane(f"kvc-{name}-{verb}", n) for verb, n in threads.items()}
+        self._lanes: dict[Verb, Lane] = {verb: lane or self._own[verb] for verb in threads}
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._running: dict[Op, Verb] = {}
@@ -143,7 +142,7 @@ class Work:
 
     def close(self, deadline_s: float) -> bool:
         """End the own lanes; False if one did not end in time."""
-        ended = [lane.close(max(0.0, deadline_s)) for lane in self._own]
+        ended = [lane.close(max(0.0, deadline_s)) for lane in self._own.values()]
         return all(ended)
 
     def count(self, name: str, by: int = 1) -> None:
