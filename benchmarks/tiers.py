@@ -254,7 +254,10 @@ def disk_rows(folder: Path, rounds: int) -> Iterator[Row]:
             place.mkdir()
             ours, theirs = DiskSide(place / "store", size, offset), PlainDisk(place / "plain", size)
             try:
-                for name, mine, other in (("save", ours.save, theirs.write), ("load", ours.load, theirs.read)):
+                for name, mine, other in (
+                    ("save", ours.save, theirs.write),
+                    ("load", ours.load, theirs.read),
+                ):
                     moved = ROUND_BYTES if name == "save" or size else 0
                     label = f"disk: {name} {size / MIB:g} MiB records, {memory} memory, depth {DEPTH}"
                     note = f"{moved // size} records a round"
@@ -284,9 +287,7 @@ class DramSide:
 
     def _each(self, work: Callable[[Tier, npt.NDArray[np.int64]], None]) -> float:
         shares = np.array_split(self._order, THREADS)
-        threads = [
-            threading.Thread(target=work, args=pair) for pair in zip(self._tiers, shares, strict=True)
-        ]
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(self._tiers, shares, strict=True)]
         start = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -392,7 +393,9 @@ def run(rounds: int, only: str | None, directory: str | None) -> list[Row]:
 def versions() -> dict[str, str]:
     """Of everything that is timed."""
     packages: Sequence[str] = ("kvcontract", "numpy", "crc32c")
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in packages
+    }
 
 
 def main() -> int:
@@ -401,7 +404,9 @@ def main() -> int:
     parser.add_argument("--json", metavar="PATH|-", help="also write one JSON document")
     parser.add_argument("--rounds", type=int, default=11, help="rounds of each row, at least 9")
     parser.add_argument("--only", choices=("disk", "dram"), help="one tier")
-    parser.add_argument("--directory", metavar="DIR", help="on the disk to be measured (2 GiB); default: temporary")
+    parser.add_argument(
+        "--directory", metavar="DIR", help="on the disk to be measured (2 GiB); default: temporary"
+    )
     given = parser.parse_args()
     if given.rounds < 9:
         parser.error("at least 9 rounds")

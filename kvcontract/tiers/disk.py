@@ -115,6 +115,7 @@ class DiskTier:
         self._left = False
         self._commit_queued = False
         self._committed_at = clock()
+        self._known_losses = 0
         files = files or Files()
         home = enter(
             Path(directory).absolute(),
@@ -282,10 +283,14 @@ class DiskTier:
     def _committed(self, saves: Sequence[Op], deadline: float) -> Pending[bool]:
         """Whether a commit after some saves is durable, in time."""
         answer: Pending[bool] = Pending()
+        known = self._known_losses
 
         def commit() -> None:
-            in_time = self._clock() <= deadline  # else nothing more is begun (A9)
-            answer.settle(in_time and self._commit() and self._clock() <= deadline)
+            done = self._clock() <= deadline and self._commit()  # else nothing more is begun (A9)
+            losses = self._store.sync_losses
+            self._known_losses = losses
+            # What an earlier commit lost was submitted before us too, unless a barrier has told it by then.
+            answer.settle(done and losses == known and self._clock() <= deadline)
 
         def submit(_: object) -> None:
             if not self._work.submit("commit", commit):

@@ -286,6 +286,11 @@ class DiskStore:
         """Whether writers will soon wait for a commit."""
         return self._slots.short
 
+    @property
+    def sync_losses(self) -> int:
+        """Records that were findable and could not be made durable."""
+        return self._counts["sync_failed"]
+
     def commit(self) -> bool:
         """Make durable all that is findable and all that was forgotten; False if a part was lost instead.
 

@@ -57,8 +57,10 @@ class Work:
         self.faults: deque[Exception] = deque(maxlen=_KEPT_FAULTS)
         self.closed = False
         threads: dict[Verb, int] = {"load": workers, "save": workers, "commit": 1}
-        self._own = {} if lane else {verb: ThreadLane(f"kvc-{name}-{verb}", n) for verb, n in threads.items()}
-        self._lanes: dict[Verb, Lane] = {verb: lane or self._own[verb] for verb in threads}
+        self._own: dict[Verb, Lane] = {}
+        if lane is None:
+            self._own = {verb: ThreadLane(f"kvc-{name}-{verb}", count) for verb, count in threads.items()}
+        self._lanes = self._own if lane is None else dict.fromkeys(threads, lane)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._running: dict[Op, Verb] = {}
