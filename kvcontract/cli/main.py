@@ -19,6 +19,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "check": ("kvcontract.cli.check", "Check a declaration statically; all findings at once."),
     "inspect": ("kvcontract.cli.inspect", "Show a declaration's bytes, arena by arena."),
     "conformance": ("kvcontract.cli.conformance", "Certify a plugin."),
+    "store": ("kvcontract.cli.store", "Look at, check and tidy the directory of a disk tier."),
     "explain": ("kvcontract.cli.explain", "Explain one clause of the contract, or list them all."),
     "help": ("kvcontract.cli.exit_codes", "Explain a topic; so far: exit-codes."),
 }
@@ -38,7 +39,11 @@ def _app(arguments: list[str]) -> typer.Typer:
     )
     for name, (home, line) in COMMANDS.items():
         if name in arguments or _COMPLETING in os.environ:
-            app.command(name)(importlib.import_module(home).command)
+            module = importlib.import_module(home)
+            if hasattr(module, "app"):  # a command of several
+                app.add_typer(module.app, name=name)
+            else:
+                app.command(name)(module.command)
         else:
             app.command(name, help=line)(_named_only)
     return app

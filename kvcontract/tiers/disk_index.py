@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sqlite3
 import struct
-from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,19 @@ _LOG_BYTES: Final = 4 * 2**20  # of the write-ahead log, after which it is moved
 _WAIT_S: Final = 5.0  # for an operator's reader
 _ROW: Final = struct.Struct(f"<{RECORD_KEY_BYTES}sqqqq{FINGERPRINT_BYTES}sq")
 _SEGMENT: Final = struct.Struct("<qqq")
-_BROKEN: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+_OUTSIDE: Final = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_INTERRUPT,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+    }
+)
+"""Errors that say nothing about the index itself."""
 
 _SCHEMA: Final = """
 create table segments (number integer primary key, slot_bytes integer, slots integer, sum integer);
@@ -84,19 +95,21 @@ class DiskIndex:
     Args:
         folder: of the store.
         files: through which transactions end.
+        capacity_bytes: quota of the store, kept for whoever reads it from outside.
 
     Attributes:
         lost: the index that was there could not be read, and a new one was begun.
     """
 
-    def __init__(self, folder: Path, files: Files) -> None:
+    def __init__(self, folder: Path, files: Files, capacity_bytes: int) -> None:
         self.lost = False
+        self._capacity_bytes = capacity_bytes
         self._path = folder / NAME
         self._files = files
         self._rows = 0
         try:
             self._db = self._opened()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             if not broken(error):
                 raise
             self._lose()
@@ -120,7 +133,7 @@ class DiskIndex:
         """Everything; an index that cannot be read is given up for an empty one."""
         try:
             contents = contents_of(self._db)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             if not broken(error):
                 raise
             self.restart()
@@ -165,7 +178,8 @@ class DiskIndex:
                 "insert or replace into segments values (?,?,?,?)",
                 [_segment_values(item) for item in changes.made if item not in changes.given_up],
             )
-            db.execute("insert or replace into facts values ('records', ?)", (rows,))
+            facts = [("records", rows), ("capacity_bytes", self._capacity_bytes)]
+            db.executemany("insert or replace into facts values (?,?)", facts)
             self._files.commit(db)
         except BaseException:
             with suppress(sqlite3.Error):  # it may have ended already; the first error is told
@@ -173,19 +187,6 @@ class DiskIndex:
             raise
         self._rows = rows
         self._tidy()
-
-    def note(self, name: str, value: int) -> None:
-        """Keep a number, for whoever reads the store from outside."""
-        self._db.execute("begin immediate")
-        self._db.execute("insert or replace into facts values (?, ?)", (name, value))
-        self._files.commit(self._db)
-
-    def stamp(self, records: Sequence[tuple[bytes, Slot]]) -> None:
-        """Keep the order of use as it is now, of records that have rows."""
-        values = [_record_values(key, slot) for key, slot in records]
-        self._db.execute("begin immediate")
-        self._db.executemany("insert or replace into records values (?,?,?,?,?,?,?,?)", values)
-        self._files.commit(self._db)
 
     def close(self) -> None:
         """Move the log into the database and end."""
@@ -206,19 +207,42 @@ def read_index(folder: Path) -> Contents:
     Raises:
         sqlite3.Error: it cannot be read.
     """
-    uri = f"{(folder / NAME).absolute().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(uri, uri=True, timeout=_WAIT_S)) as db:
+    with closing(_outside(folder)) as db:
         return contents_of(db)
 
 
-def broken(error: sqlite3.Error) -> bool:
-    """Whether the index itself is damaged, in contrast to a disk that is full or will not answer."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BROKEN
+def still_there(folder: Path, row: RecordRow) -> bool:
+    """Whether a row that was read from outside is in the index as it was.
+
+    Raises:
+        sqlite3.Error: it cannot be read.
+    """
+    with closing(_outside(folder)) as db:
+        found = db.execute("select * from records where key = ?", (row.key,)).fetchone()
+    return found is not None and found[1:5] == row[1:5]
+
+
+def _outside(folder: Path) -> sqlite3.Connection:
+    uri = f"{(folder / NAME).absolute().as_uri()}?mode=ro"
+    return sqlite3.connect(uri, uri=True, timeout=_WAIT_S)
+
+
+def broken(error: Exception) -> bool:
+    """Whether the index itself is damaged, in contrast to a disk that is full or will not answer.
+
+    A flipped bit may change anything, names of tables and texts of errors included, so all that is not known
+    to come from outside counts as damage.
+    """
+    if isinstance(error, UnicodeDecodeError):
+        return True  # of a message that quotes the schema
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF not in _OUTSIDE
 
 
 def contents_of(db: sqlite3.Connection) -> Contents:
     """What a connection sees, at one moment."""
     found = Contents()
+    db.text_factory = _no_text
     db.execute("begin")
     try:
         for row in db.execute("select * from segments"):
@@ -233,7 +257,9 @@ def contents_of(db: sqlite3.Connection) -> Contents:
                 found.records.append(RecordRow(*row[:-1]))
             else:
                 found.damaged += 1
-        found.facts = {name: value for name, value in _facts(db) if isinstance(value, int)}
+        for name, value in db.execute("select cast(name as blob), value from facts"):
+            if isinstance(value, int):
+                found.facts[name.decode("ascii", "replace")] = value
     finally:
         db.execute("rollback")
     found.damaged += abs(found.facts.get("records", 0) - rows)
@@ -241,8 +267,8 @@ def contents_of(db: sqlite3.Connection) -> Contents:
     return found
 
 
-def _facts(db: sqlite3.Connection) -> Iterator[tuple[str, Any]]:
-    yield from db.execute("select name, value from facts")
+def _no_text(_: bytes) -> None:
+    """Rows hold numbers and blobs; what claims to be text was not written by us."""
 
 
 def _record_values(key: bytes, slot: Slot) -> tuple[Any, ...]:

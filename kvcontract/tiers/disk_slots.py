@@ -187,10 +187,6 @@ class DiskSlots:
         """Whether a commit would give slots that are free."""
         return any(held.going for held in self._classes.values())
 
-    def used_since(self) -> list[tuple[bytes, Slot]]:
-        """Records that were used since the index was told of them."""
-        return [(key, slot) for key, slot in self._index.items() if slot.touched != slot.stamp]
-
     def segments(self) -> Iterator[Segment]:
         """Every one whose file may be there."""
         for held in self._classes.values():
@@ -362,8 +358,15 @@ class DiskSlots:
 
     # Commits
 
-    def begin(self) -> Changes:
-        """What there is to commit; from now on those rows may exist."""
+    def begin(self, *, stamps: bool = False) -> Changes:
+        """What there is to commit; from now on those rows may exist.
+
+        Args:
+            stamps: also records that were only used since the index was told of them.
+        """
+        if stamps:
+            used = (key for key, slot in self._index.items() if slot.touched != slot.stamp)
+            self._touched_keys.update(dict.fromkeys(used))
         keys, self._touched_keys = list(self._touched_keys), {}
         stored = [(key, slot) for key in keys if (slot := self._index.get(key)) is not None]
         changes = Changes(keys, stored, self._made, self._given_up, self._vacated)

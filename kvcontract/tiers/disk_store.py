@@ -40,7 +40,7 @@ class DiskStore:
     """Records by key in a directory that this process owns.
 
     Args:
-        home: the directory; `close` leaves it.
+        home: the directory; left by `close`, or if this fails.
         files: the seam.
         capacity_bytes: quota of the segment files.
         direct: use direct I/O; None: where the file system can, with a warning where it cannot.
@@ -67,24 +67,26 @@ class DiskStore:
         self._room_gate = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._lost: list[bytes] = []
-        align = None if direct is False else direct_alignment(files, home.segments)
+        self._slots = DiskSlots(capacity_bytes, home.label.segment_bytes)
+        try:
+            align = None if direct is False else direct_alignment(files, home.segments)
+            self._index = DiskIndex(home.path, files, capacity_bytes)
+        except BaseException:
+            home.leave()
+            raise
         if align is None and direct is not False:
             warnings.warn(
                 f"{home.path}: the file system refuses direct I/O; records go through the page cache",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         self.direct = align is not None
         self._io = RecordIo(files, align)
-        self._slots = DiskSlots(capacity_bytes, home.label.segment_bytes)
-        self._index = DiskIndex(home.path, files)
         try:
-            contents = self._index.read()
-            self._next_segment = self._adopt(contents)
+            self._next_segment = self._adopt(self._index.read())
             with self._lock:
                 self._slots.shrink()
-            self.commit()
-            self._index.note("capacity_bytes", capacity_bytes)
+            self._commit(always=True)
         except BaseException:
             self._end()
             raise
@@ -297,25 +299,25 @@ class DiskStore:
         Raises:
             sqlite3.Error, OSError: nothing is known to be durable; the next commit tries again.
         """
+        return self._commit(always=False)
+
+    def _commit(self, *, always: bool) -> bool:
+        """Commit; `always`: also if there is only the quota to note, and the order of use."""
         with self._commit_gate:
             with self._lock:
-                changes = self._slots.begin()
-            if not changes:
+                changes = self._slots.begin(stamps=always)
+            if not changes and not always:
                 return True
             try:
                 whole = self._sync(changes)
                 self._index.apply(changes)
-            except sqlite3.Error as error:
+            except BaseException as error:
                 with self._lock:
                     self._slots.failed(changes)
-                if not broken(error):
+                if not isinstance(error, Exception) or not broken(error):
                     raise
                 self._on_fault(error)
                 return self._rewrite() and whole
-            except BaseException:
-                with self._lock:
-                    self._slots.failed(changes)
-                raise
             self._settle(changes)
             return whole
 
@@ -397,8 +399,7 @@ class DiskStore:
         """Commit and end; nobody reads or writes any more.  False if not all is durable."""
         whole = False
         try:
-            whole = self.commit()
-            self._index.stamp(self._slots.used_since())  # the order of use outlives us
+            whole = self._commit(always=True)
         except (OSError, sqlite3.Error) as error:
             self._on_fault(error)
         finally:

@@ -677,7 +677,7 @@ steps = st.lists(
 def test_h1_batches_equal_their_singles(
     tmp_path: Path, script: list[tuple[str, list[int]]], torn: set[int], full: set[int]
 ) -> None:
-    """H1: whatever the history, the failing writes and the full disk, a batch leaves what its singles leave."""
+    """H1: whatever the history, failing writes and a full disk, a batch leaves what its singles leave."""
     both = []
     for _ in range(2):
         files = FaultyFiles()
@@ -863,7 +863,7 @@ def test_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_segments_are_preallocated(tmp_path: Path) -> None:
-    """A segment's blocks belong to it before the first record, so that a full disk shows before the write."""
+    """A segment has its blocks before the first record, so that a full disk shows before the write."""
     tier = tier_of(tmp_path, 64, segment_bytes=16 * SLOT)
     save(tier, 1)
     (file,) = segment_files(tmp_path)
