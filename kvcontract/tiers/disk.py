@@ -232,14 +232,12 @@ class DiskTier:
             if self._clock() > deadline:
                 return Code.EXPIRED  # A9
             self._holds.settle()  # what was given back may be evicted for this
-            slot = self._store.put(names[row], pieces[row])
+            slot = self._store.put(names[row], pieces[row], pinned=hold is not None)
             if isinstance(slot, Code):
                 return slot
-            if hold is None:
-                self._store.unpin([slot])
-            else:
+            if hold is not None:
                 self._holds.keep(hold, slot)
-            self._commit_soon()
+            self._commit_soon(saving=True)
             return Code.OK
 
         return self._work.start(
@@ -321,14 +319,14 @@ class DiskTier:
             again, self._left = self._left, True
         return again or self._store.close()
 
-    def _commit_soon(self) -> None:
+    def _commit_soon(self, *, saving: bool | None = None) -> None:
         """See that what changed becomes durable: when the saves pause, or enough has come together."""
         waiting = self._store.uncommitted
-        if not waiting or self._commit_queued:
+        if not waiting or self._commit_queued or self._work.closed:
             return
         late = waiting >= COMMIT_RECORDS or self._clock() - self._committed_at >= COMMIT_DELAY_S
-        if self._work.closed or (self._work.saving() and not late and not self._store.short):
-            return  # whoever settles last asks again, and `close` commits
+        if not (late or self._store.short) and (saving or self._work.saving()):
+            return  # whoever settles last asks again
         with self._lock:
             queued, self._commit_queued = self._commit_queued, True
         if not queued and not self._work.submit("commit", self._commit):

@@ -128,7 +128,7 @@ def usage(found: Inventory) -> dict[str, int]:
     """Bytes by what they are for; the first four add up to the segment files."""
     records = found.contents.records
     record_bytes = sum(row.record_bytes for row in records)
-    slot_bytes = sum(Shape(row.record_bytes, row.head_bytes).slot_bytes for row in records)
+    slot_bytes = sum(Shape.make(row.record_bytes, row.head_bytes).slot_bytes for row in records)
     known = {row.number: row.slot_bytes * row.slots for row in found.contents.segments}
     files = found.files.segments
     orphan_bytes = sum(size for number, size in files.items() if number not in known)
@@ -249,7 +249,7 @@ def _next(path: Path, number: int, before: int) -> int:
 
 
 def _flaw(io: RecordIo, fd: int, row: RecordRow) -> str | None:
-    shape = Shape(row.record_bytes, row.head_bytes)
+    shape = Shape.make(row.record_bytes, row.head_bytes)
     record = np.empty(row.record_bytes, np.uint8)
     try:
         flaw = io.read(fd, row.slot * shape.slot_bytes, row.key, [(record.ctypes.data, record.nbytes)], shape)

@@ -33,9 +33,9 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvcontract.memory.checksum import crc32c
 from kvcontract.tiers.base import RECORD_KEY_BYTES
@@ -154,42 +154,42 @@ def direct_alignment(files: Files, folder: Path) -> int | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """How a record lies in its slot.
 
     Attributes:
         record_bytes: of the record.
         head_bytes: of it that lie in the front.
+        front_bytes: of the slot, before the rest of the record.
+        slot_bytes: of the whole slot.
     """
 
     record_bytes: int
     head_bytes: int
+    front_bytes: int
+    slot_bytes: int
 
-    @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> Shape:
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def make(record_bytes: int, head_bytes: int) -> Shape:
+        """The one of a record whose head has that length."""
+        front = _blocks(_FIXED.size + head_bytes)
+        return Shape(record_bytes, head_bytes, front, front + _blocks(record_bytes - head_bytes))
+
+    @staticmethod
+    def of(pieces: Sequence[Piece]) -> Shape:
         """What suits a record that comes in these pieces: a short first piece is a header."""
         total = sum(size for _, size in pieces)
         first = pieces[0][1] if pieces else 0
         if total <= BLOCK_BYTES - _FIXED.size:
-            return cls(total, total)
-        return cls(total, first if _FIXED.size + first <= _MOST_FRONT_BYTES else 0)
+            return Shape.make(total, total)
+        return Shape.make(total, first if _FIXED.size + first <= _MOST_FRONT_BYTES else 0)
 
     @staticmethod
     def most_bytes(capacity_bytes: int) -> int:
         """Of a record that fits a capacity, whichever header below 4 KiB it has."""
         blocks = capacity_bytes // BLOCK_BYTES
         return BLOCK_BYTES - _FIXED.size if blocks == 1 else max(0, blocks - 1) * BLOCK_BYTES
-
-    @property
-    def front_bytes(self) -> int:
-        """Of the slot, before the rest of the record."""
-        return _blocks(_FIXED.size + self.head_bytes)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of the whole slot."""
-        return self.front_bytes + _blocks(self.record_bytes - self.head_bytes)
 
 
 class _Stage(threading.local):

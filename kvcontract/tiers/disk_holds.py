@@ -11,7 +11,7 @@ from itertools import count as numbers
 import numpy as np
 
 from kvcontract.tiers.base import Clock, Code, Lease, Rows
-from kvcontract.tiers.disk_slots import Slot
+from kvcontract.tiers.disk_places import Slot
 from kvcontract.tiers.disk_store import DiskStore
 
 Entry = tuple[Slot, bytes]
@@ -118,8 +118,9 @@ class Holds:
 
     def settle(self) -> None:
         """Unpin what leases gave back and handoffs outlived; before anything is evicted."""
-        with self._lock:
-            self._settle()
+        if self._returned or self._handoffs:
+            with self._lock:
+                self._settle()
 
     def figures(self) -> dict[str, int]:
         """Gauges."""

@@ -14,18 +14,18 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from zlib import crc32
 
-from kvcontract.memory.checksum import crc32c
 from kvcontract.tiers.base import RECORD_KEY_BYTES
 from kvcontract.tiers.disk_files import Files
-from kvcontract.tiers.disk_slots import Changes, Segment, Slot
+from kvcontract.tiers.disk_places import Changes, Segment, Slot
 from kvcontract.tiers.frame import FINGERPRINT_BYTES
 
 NAME: Final = "index.db"
 NAMES: Final = (f"{NAME}-journal", f"{NAME}-shm", f"{NAME}-wal", NAME)
 """Its files; removed in this order, so that no log is ever left for another database to find."""
 
-_LOG_BYTES: Final = 4 * 2**20  # of the write-ahead log, after which it is moved into the database
+_LOG_ROWS: Final = 4096  # changed in the write-ahead log, after which it is moved into the database
 _WAIT_S: Final = 5.0  # for an operator's reader
 _ROW: Final = struct.Struct(f"<{RECORD_KEY_BYTES}sqqqq{FINGERPRINT_BYTES}sq")
 _SEGMENT: Final = struct.Struct("<qqq")
@@ -106,7 +106,7 @@ class DiskIndex:
         self._capacity_bytes = capacity_bytes
         self._path = folder / NAME
         self._files = files
-        self._rows = 0
+        self._rows = self._logged = 0
         try:
             self._db = self._opened()
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -124,6 +124,7 @@ class DiskIndex:
             if not db.execute("select 1 from sqlite_schema").fetchone():
                 db.executescript(f"begin immediate;{_SCHEMA}")
                 self._files.commit(db)
+                self._files.sync_folder(self._path.parent)  # SQLite sees to its log's name, not to its own
         except BaseException:
             db.close()
             raise
@@ -186,7 +187,10 @@ class DiskIndex:
                 db.execute("rollback")
             raise
         self._rows = rows
-        self._tidy()
+        self._logged += len(changes.touched)
+        if self._logged >= _LOG_ROWS:
+            self._files.checkpoint(db)
+            self._logged = 0
 
     def close(self) -> None:
         """Move the log into the database and end."""
@@ -194,11 +198,6 @@ class DiskIndex:
             self._files.checkpoint(self._db)
         finally:
             self._db.close()
-
-    def _tidy(self) -> None:
-        log = self._path.with_name(f"{NAME}-wal")
-        if log.exists() and log.stat().st_size > _LOG_BYTES:
-            self._files.checkpoint(self._db)
 
 
 def read_index(folder: Path) -> Contents:
@@ -246,14 +245,14 @@ def contents_of(db: sqlite3.Connection) -> Contents:
     db.execute("begin")
     try:
         for row in db.execute("select * from segments"):
-            if _whole(row, _SEGMENT):
+            if _whole_segment(row):
                 found.segments.append(SegmentRow(*row[:-1]))
             else:
                 found.damaged += 1
         rows = 0
         for row in db.execute("select * from records"):
             rows += 1
-            if _whole(row, _ROW):
+            if _whole_record(row):
                 found.records.append(RecordRow(*row[:-1]))
             else:
                 found.damaged += 1
@@ -282,21 +281,25 @@ def _record_values(key: bytes, slot: Slot) -> tuple[Any, ...]:
         slot.fingerprint,
         slot.stamp,
     )
-    return (*values, crc32c(_ROW.pack(*values)))
+    return (*values, crc32(_ROW.pack(*values)))
 
 
 def _segment_values(segment: Segment) -> tuple[int, ...]:
     values = (segment.number, segment.slot_bytes, segment.slots)
-    return (*values, crc32c(_SEGMENT.pack(*values)))
+    return (*values, crc32(_SEGMENT.pack(*values)))
 
 
-def _whole(row: tuple[Any, ...], packed: struct.Struct) -> bool:
+def _whole_record(row: tuple[Any, ...]) -> bool:
     """Whether a row is the one that was written: its types, its lengths, its sum."""
     try:
-        same_lengths = all(len(cell) in _LENGTHS for cell in row if isinstance(cell, bytes))
-        return same_lengths and crc32c(packed.pack(*row[:-1])) == row[-1]
+        same = len(row[0]) == RECORD_KEY_BYTES and len(row[5]) == FINGERPRINT_BYTES
+        return same and crc32(_ROW.pack(*row[:-1])) == row[-1]
     except (struct.error, TypeError):
         return False
 
 
-_LENGTHS: Final = (RECORD_KEY_BYTES, FINGERPRINT_BYTES)
+def _whole_segment(row: tuple[Any, ...]) -> bool:
+    try:
+        return bool(crc32(_SEGMENT.pack(*row[:-1])) == row[-1])
+    except (struct.error, TypeError):
+        return False

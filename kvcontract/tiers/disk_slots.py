@@ -13,19 +13,12 @@ Not thread-safe: `DiskStore` calls everything under its lock.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
-from typing import Final
 
 from kvcontract.contract.errors import InternalFault
 from kvcontract.tiers.disk_files import Shape
-
-_AHEAD_SHARE: Final = 16
-_AHEAD_SLOTS: Final = 1024
-_AHEAD_BYTES: Final = 128 * 2**20
+from kvcontract.tiers.disk_places import AHEAD_SLOTS, Changes, Segment, SizeClass, Slot
 
 
 class Step(Enum):
@@ -34,115 +27,6 @@ class Step(Enum):
     AGAIN = "again"
     GROW = "grow"
     COMMIT = "commit"
-
-
-class Segment:
-    """One file of equal slots.
-
-    Attributes:
-        number: names the file; never used twice.
-        slot_bytes, slots: of each, and how many.
-        fd: open file.
-        records: by slot number, those that can be found.
-        pins: of all its slots.
-        idle_since: the last touch of any of its records.
-        rowed: the index may know it.
-    """
-
-    __slots__ = ("fd", "idle_since", "number", "pins", "records", "rowed", "slot_bytes", "slots")
-
-    def __init__(self, number: int, slot_bytes: int, slots: int, fd: int, *, rowed: bool = False) -> None:
-        self.number, self.slot_bytes, self.slots, self.fd = number, slot_bytes, slots, fd
-        self.records: dict[int, Slot] = {}
-        self.pins = 0
-        self.idle_since = 0
-        self.rowed = rowed
-
-    @property
-    def file_bytes(self) -> int:
-        """Of the file."""
-        return self.slot_bytes * self.slots
-
-
-class Slot:
-    """Room for one record, from `take` until it is free again.
-
-    Attributes:
-        segment, number: where it lies.
-        key: of its record; None while it is written, and once it is forgotten.
-        shape: of its record.
-        fingerprint: of the record's frame; 16 zero bytes if it has none.
-        pins: leases, copies and handoffs that need it as it is.
-        touched: when it was last used, in uses of the whole store.
-        stamp: `touched`, as the index has it.
-        rowed: the durable index may have a row that points here.
-    """
-
-    __slots__ = ("fingerprint", "key", "number", "pins", "rowed", "segment", "shape", "stamp", "touched")
-
-    def __init__(self, segment: Segment, number: int, shape: Shape, fingerprint: bytes) -> None:
-        self.segment, self.number, self.shape, self.fingerprint = segment, number, shape, fingerprint
-        self.key: bytes | None = None
-        self.pins = 0
-        self.touched = self.stamp = 0
-        self.rowed = False
-
-    @property
-    def at(self) -> int:
-        """Where it begins in the file."""
-        return self.number * self.segment.slot_bytes
-
-
-class _SizeClass:
-    """Segments of one slot size.
-
-    Attributes:
-        segments: in the order they were made.
-        free: places that may be written.
-        used: from least to most recently used.
-        going: slots that are free after the next commit.
-    """
-
-    __slots__ = ("free", "going", "segments", "used")
-
-    def __init__(self) -> None:
-        self.segments: dict[Segment, None] = {}
-        self.free: list[tuple[Segment, int]] = []
-        self.used: OrderedDict[bytes, Slot] = OrderedDict()
-        self.going = 0
-
-    @property
-    def batch(self) -> int:
-        """How many records are evicted at a time, so that not each of them waits for a commit of its own."""
-        share = sum(segment.slots for segment in self.segments) // _AHEAD_SHARE
-        size = next((segment.slot_bytes for segment in self.segments), 1)
-        return max(1, min(share, _AHEAD_SLOTS, _AHEAD_BYTES // size))
-
-    def coldest(self, count: int) -> list[Slot]:
-        """So many of the least recently used that nothing pins."""
-        return list(islice((slot for slot in self.used.values() if not slot.pins), count))
-
-
-@dataclass(slots=True)
-class Changes:
-    """What one commit makes durable.
-
-    Attributes:
-        touched: keys whose rows are replaced or deleted.
-        stored: keys and slots whose rows are written.
-        made: segments that become known.
-        given_up: segments whose rows go; their files may be removed afterwards.
-        vacated: slots that no row points at any more afterwards.
-    """
-
-    touched: list[bytes]
-    stored: list[tuple[bytes, Slot]]
-    made: list[Segment]
-    given_up: list[Segment]
-    vacated: list[Slot]
-
-    def __bool__(self) -> bool:
-        return bool(self.touched or self.made or self.given_up)
 
 
 class DiskSlots:
@@ -165,7 +49,7 @@ class DiskSlots:
         self.allocated_bytes = 0
         self.evictions = 0
         self.evicted: list[bytes] = []
-        self._classes: dict[int, _SizeClass] = {}
+        self._classes: dict[int, SizeClass] = {}
         self._index: dict[bytes, Slot] = {}
         self._now = 0
         self._touched_keys: dict[bytes, None] = {}
@@ -213,20 +97,20 @@ class DiskSlots:
         End it with `publish` or without, and with `unpin` in both cases.
         """
         held = self._classes.get(shape.slot_bytes)
-        if held is None or not held.free:
+        place = held.place() if held is not None else None
+        if held is None or place is None:
             return None
-        slot = Slot(*held.free.pop(), shape, fingerprint)
+        slot = Slot(*place, shape, fingerprint)
         self.pin(slot)
         self._look_ahead(held)
         return slot
 
-    def _look_ahead(self, held: _SizeClass) -> None:
+    def _look_ahead(self, held: SizeClass) -> None:
         """Evict before the last free slot is taken, so that writers need not wait for the commit."""
-        size = next((segment.slot_bytes for segment in held.segments), 0)
-        if held.going or not size or self.growth(size):
+        if held.going or held.left() >= AHEAD_SLOTS:
             return
         batch = held.batch
-        if len(held.free) < batch - 1:
+        if held.left() < batch - 1 and not self.growth(next(iter(held.segments)).slot_bytes):
             for slot in held.coldest(batch):
                 self._evict(slot)
 
@@ -239,7 +123,7 @@ class DiskSlots:
         """
         if grow and self.growth(slot_bytes):
             return Step.GROW
-        mine = self._classes.setdefault(slot_bytes, _SizeClass())
+        mine = self._classes.setdefault(slot_bytes, SizeClass())
         if mine.going or self._given_up:
             return Step.COMMIT
         own = next(iter(mine.coldest(1)), None)
@@ -261,9 +145,10 @@ class DiskSlots:
 
     def add(self, segment: Segment) -> None:
         """Take a segment in whose file is there."""
-        held = self._classes.setdefault(segment.slot_bytes, _SizeClass())
+        held = self._classes.setdefault(segment.slot_bytes, SizeClass())
         held.segments[segment] = None
-        held.free += [(segment, number) for number in range(segment.slots - 1, -1, -1)]
+        if segment.fresh < segment.slots:
+            held.open.append(segment)
         self.allocated_bytes += segment.file_bytes
         if not segment.rowed:
             self._made.append(segment)
@@ -275,6 +160,7 @@ class DiskSlots:
         held = self._classes[segment.slot_bytes]
         del held.segments[segment]
         held.free = [place for place in held.free if place[0] is not segment]
+        held.open = [item for item in held.open if item is not segment]
         self._leaving[segment] = None
         self._given_up.append(segment)
 
@@ -309,7 +195,11 @@ class DiskSlots:
     def adopted(self) -> None:
         """Every record is taken in: what none of them lies in is free."""
         for held in self._classes.values():
-            held.free = [(segment, number) for segment, number in held.free if number not in segment.records]
+            for segment in held.segments:
+                segment.fresh = max(segment.records, default=-1) + 1
+                numbers = range(segment.fresh - 1, -1, -1)
+                held.free += [(segment, number) for number in numbers if number not in segment.records]
+            held.open = [segment for segment in held.segments if segment.fresh < segment.slots]
 
     def _enter(self, slot: Slot, key: bytes) -> None:
         if key in self._index:

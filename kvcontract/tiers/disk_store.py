@@ -28,7 +28,8 @@ from kvcontract.tiers.base import Code
 from kvcontract.tiers.disk_files import FULL_ERRNOS, Files, Piece, RecordIo, Shape, direct_alignment
 from kvcontract.tiers.disk_home import SECRET, Home, segment_path, survey
 from kvcontract.tiers.disk_index import Contents, DiskIndex, SegmentRow, broken
-from kvcontract.tiers.disk_slots import Changes, DiskSlots, Segment, Slot, Step
+from kvcontract.tiers.disk_places import Changes, Segment, Slot
+from kvcontract.tiers.disk_slots import DiskSlots, Step
 from kvcontract.tiers.frame import FINGERPRINT_BYTES
 from kvcontract.tiers.frame import MAGIC as FRAME_MAGIC
 
@@ -105,7 +106,7 @@ class DiskStore:
         gone, missing = contents.damaged, len(segments) < len(contents.segments)
         for record in contents.records:
             place, home = (record.segment, record.slot), segments.get(record.segment)
-            shape = Shape(record.record_bytes, record.head_bytes)
+            shape = Shape.make(record.record_bytes, record.head_bytes)
             if home is None or place in taken or not _holds(home, record.slot, shape):
                 gone += 1
                 continue
@@ -154,11 +155,16 @@ class DiskStore:
             for slot in slots:
                 self._slots.unpin(slot)
 
-    def put(self, key: bytes, pieces: Sequence[Piece]) -> Slot | Code:
+    def put(self, key: bytes, pieces: Sequence[Piece], *, pinned: bool) -> Slot | Code:
         """Write a record, unless it is there; findable on return, durable after a later `commit`.
 
+        Args:
+            key: of the record.
+            pieces: where its bytes are.
+            pinned: whether its slot is to be pinned on return.
+
         Returns:
-            Its slot, pinned once; or TOO_LARGE, or FULL.
+            Its slot; or TOO_LARGE, or FULL.
 
         Raises:
             OSError, sqlite3.Error: it is absent.
@@ -166,9 +172,18 @@ class DiskStore:
         shape = Shape.of(pieces)
         if not self._slots.fits(shape.slot_bytes):
             return Code.TOO_LARGE  # H7
-        if (held := self.find([key])[0]) is not None:
-            return held  # H2
-        slot = self._take(shape, _fingerprint(pieces))
+        fingerprint = _fingerprint(pieces)
+        with self._lock:
+            if (held := self._slots.find(key)) is not None:
+                self._pin_if(held, pinned=pinned)
+                return held  # H2
+            slot = self._slots.take(shape, fingerprint)
+        try:
+            slot = slot or self._make_room(shape, fingerprint)
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_FULL:
+                raise
+            return self._full(error)
         if slot is None:
             return Code.FULL
         try:
@@ -182,13 +197,17 @@ class DiskStore:
             self.unpin([slot])
             raise
         with self._lock:
-            other = self._slots.find(key)  # somebody else may have finished the same record meanwhile
-            if other is None:
+            stored = self._slots.find(key)  # somebody else may have finished the same record meanwhile
+            if stored is None:
                 self._slots.publish(slot, key)
-                return slot
-            self._slots.pin(other)
+                stored = slot
+            self._pin_if(stored, pinned=pinned)
             self._slots.unpin(slot)
-        return other
+        return stored
+
+    def _pin_if(self, slot: Slot, *, pinned: bool) -> None:
+        if pinned:
+            self._slots.pin(slot)
 
     def get(self, slot: Slot, key: bytes, pieces: Sequence[Piece]) -> Code:
         """Read the record of a pinned slot; one that is damaged is forgotten (H3)."""
@@ -229,12 +248,8 @@ class DiskStore:
 
     # Room
 
-    def _take(self, shape: Shape, fingerprint: bytes) -> Slot | None:
+    def _make_room(self, shape: Shape, fingerprint: bytes) -> Slot | None:
         """A free slot, pinned once; None if there is none to be had."""
-        with self._lock:
-            slot = self._slots.take(shape, fingerprint)
-        if slot is not None:
-            return slot
         grow = True
         with self._room_gate:  # one at a time makes room, for all who wait
             while True:
@@ -286,7 +301,8 @@ class DiskStore:
     @property
     def short(self) -> bool:
         """Whether writers will soon wait for a commit."""
-        return self._slots.short
+        with self._lock:
+            return self._slots.short
 
     @property
     def sync_losses(self) -> int:

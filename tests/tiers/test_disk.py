@@ -190,10 +190,12 @@ def test_h4_an_index_that_cannot_be_written_keeps_slots_from_reuse(tmp_path: Pat
     assert save(tier, 1, 2) == [Code.OK] * 2
 
     def full(_: int) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
 
     files.faults["commit"] = full
-    assert save(tier, 3) == [Code.FAILED]
+    assert save(tier, 3) == [Code.FULL]
     assert not flush(tier)
     assert tier.stats()["commits_failed"] >= 1
     files.faults.clear()

@@ -189,11 +189,12 @@ def violations(
     work(tier, recorder, seed, steps)
     log = list(recorder.log)
     rng = np.random.default_rng(seed)
-    commits = [at for at, event in enumerate(log) if event.kind == "index"]
-    for upto in [
-        *rng.integers(0, len(log), points // 2).tolist(),
-        *rng.choice(commits, points // 2).tolist(),
-    ]:
+    # Anywhere, in the middle of a commit, and when something was written that is about to be synced.
+    points_of = {
+        kind: [at for at, event in enumerate(log) if event.kind == kind] for kind in ("index", "sync")
+    }
+    cuts = [range(len(log)), points_of["index"], points_of["sync"] or range(len(log))]
+    for upto in rng.permutation(np.concatenate([rng.choice(places, points // 3) for places in cuts])):
         image(recorder, home, int(upto), target, rng)
         must = required(log, int(upto))
         yield from (f"seed {seed}, event {upto}: {fault}" for fault in check(target, must))
@@ -203,7 +204,7 @@ def violations(
 @pytest.fixture
 def short_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index's log is moved into its database often, so that power goes in the middle of that too."""
-    monkeypatch.setattr(disk_index, "_LOG_BYTES", 64 * 1024)
+    monkeypatch.setattr(disk_index, "_LOG_ROWS", 20)
 
 
 @pytest.mark.usefixtures("short_log")

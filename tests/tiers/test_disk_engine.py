@@ -1,4 +1,4 @@
-"""A store over a disk tier: what one process saved, the next one hits, and another model does not (R7, D6, I8)."""
+"""A store over a disk tier: what one process saved the next one hits, another model not (R7, D6, I8)."""
 
 from __future__ import annotations
 
