@@ -12,7 +12,7 @@ from kvcontract.contract.errors import UsageFault
 
 EXIT_CODES: Final[dict[int, str]] = {
     0: "conformant at the level asked for, or the command did what was asked",
-    1: "not conformant: at least one clause failed",
+    1: "not conformant: at least one clause failed; or stored records are damaged",
     2: "usage: the command line or a file it names cannot be read",
     3: "incomplete: nothing failed, but something required did not run, or nothing ran at all",
     4: "the plugin was not found, is ambiguous, or could not be loaded",

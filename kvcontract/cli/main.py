@@ -21,6 +21,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "conformance": ("kvcontract.cli.conformance", "Certify a plugin."),
     "simulate": ("kvcontract.cli.simulate", "Simulate stores under faults, seed by seed."),
     "replay": ("kvcontract.cli.replay", "Play the trace of a simulation again."),
+    "store": ("kvcontract.cli.store", "Look at, check and tidy the directory of a disk tier."),
     "explain": ("kvcontract.cli.explain", "Explain one clause of the contract, or list them all."),
     "help": ("kvcontract.cli.exit_codes", "Explain a topic; so far: exit-codes."),
 }
@@ -40,7 +41,11 @@ def _app(arguments: list[str]) -> typer.Typer:
     )
     for name, (home, line) in COMMANDS.items():
         if name in arguments or _COMPLETING in os.environ:
-            app.command(name)(importlib.import_module(home).command)
+            module = importlib.import_module(home)
+            if hasattr(module, "app"):  # a command of several
+                app.add_typer(module.app, name=name)
+            else:
+                app.command(name)(module.command)
         else:
             app.command(name, help=line)(_named_only)
     return app

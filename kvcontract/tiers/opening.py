@@ -11,6 +11,7 @@ from kvcontract.contract import plugins
 from kvcontract.contract.errors import DuplicatePlugin, PluginNotFound, UsageFault
 from kvcontract.contract.tier_context import TierContext
 from kvcontract.tiers.base import Tier
+from kvcontract.tiers.disk import DiskTier
 from kvcontract.tiers.dram import DramTier
 from kvcontract.tiers.shared import SharedTier
 
@@ -19,6 +20,16 @@ Open = Callable[[TierContext], Tier]
 
 def _dram(ctx: TierContext) -> Tier:
     return DramTier(ctx.capacity_bytes, clock=ctx.clock, handoff_ttl_s=ctx.handoff_ttl_s)
+
+
+def _disk(ctx: TierContext) -> Tier:
+    return DiskTier(
+        ctx.directory,
+        ctx.capacity_bytes,
+        meta=ctx.meta,
+        clock=ctx.clock,
+        handoff_ttl_s=ctx.handoff_ttl_s,
+    )
 
 
 def _shared(ctx: TierContext) -> Tier:
@@ -33,6 +44,7 @@ def _shared(ctx: TierContext) -> Tier:
 
 BUILT_IN: Final[Mapping[str, Open]] = {
     "dram": _dram,
+    "disk": _disk,
     "shared": _shared,
 }
 """The tiers of this distribution, by name."""

@@ -1,0 +1,426 @@
+"""What the tiers cost beside the copies they make: the disk tier against the disk, DRAM against memcpy.
+
+    python benchmarks/tiers.py [--json PATH|-] [--rounds N] [--only disk|dram] [--directory DIR]
+
+Disk: records with frames of 1, 2.25 and 4 MiB, summed when they are saved and checked when they are loaded,
+against plain direct reads and writes of the same sizes at the same depth.  Every round of saves is of new
+records in a store that is full, so that each evicts one and the index is committed; it ends when all of it is
+durable.  The plain writes end with a sync.
+DRAM: pages of 2.25 MiB in random order, against copies page by page with the same number of threads.
+Exit code 1: a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import math
+import mmap
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from paired import Case, Row, measure, publish
+
+from kvcontract.core.lane import ThreadLane
+from kvcontract.memory.checksum import SegmentSums
+from kvcontract.tiers.base import Buffers, Code, Op, RecordKeys, SaveClass, Tier, record_keys
+from kvcontract.tiers.disk import DiskTier
+from kvcontract.tiers.dram import DramTier
+from kvcontract.tiers.frame import FrameTemplate
+
+MIB = 2**20
+SIZES = (MIB, MIB * 9 // 4, 4 * MIB)
+SEGMENT_BYTES = MIB // 2
+DEPTH = 4
+MEMORY_BYTES = 256 * MIB
+PASSES = 4
+ROUND_BYTES = PASSES * MEMORY_BYTES
+STORE_BYTES = 4 * ROUND_BYTES
+OPERATION_BYTES = 16 * MIB
+FLYING = 8
+CALM_S = 120.0
+THREADS = 2
+PAGE_BYTES = MIB * 9 // 4
+PAGES = 256
+DISK_BAR = 0.85
+DRAM_BAR, DRAM_SUMMED_BAR = 0.90, 0.55
+RNG = np.random.default_rng(1)
+FINGERPRINT = bytes(range(16))
+Bytes = npt.NDArray[np.uint8]
+
+
+def pages_of(size: int, pages: int, offset: int = 0) -> Bytes:
+    """uint8[pages, size] of its own memory that begins `offset` beyond a page of the system."""
+    memory = np.frombuffer(mmap.mmap(-1, size * pages + 4096), np.uint8)
+    return memory[offset : offset + size * pages].reshape(pages, size)
+
+
+def filled(size: int, pages: int, offset: int = 0) -> Bytes:
+    """Random bytes."""
+    made = pages_of(size, pages, offset)
+    made[:] = RNG.integers(0, 256, made.shape, np.uint8)
+    return made
+
+
+class Framed:
+    """Pages with frames, as a worker makes and checks them.
+
+    Args:
+        pages: uint8[n, size].
+    """
+
+    def __init__(self, pages: Bytes) -> None:
+        self.pages = pages
+        size = pages.shape[1]
+        segments = [min(SEGMENT_BYTES, size - at) for at in range(0, size, SEGMENT_BYTES)]
+        self.template = FrameTemplate(FINGERPRINT, segments)
+        self.headers = np.zeros((len(pages), self.template.header_bytes), np.uint8)
+        self._summer = SegmentSums([size], segments)
+        self._address = pages.ctypes.data + size * np.arange(len(pages), dtype=np.int64)
+
+    def seal(self, rows: slice, keys: RecordKeys) -> None:
+        """Sum pages and make their headers."""
+        self.headers[rows] = self.template.encode(keys, self._summer.sums(self._address[rows, None]))
+
+    def check(self, rows: slice, keys: RecordKeys) -> None:
+        """End if a page is not the one that was saved."""
+        flaws, claimed = self.template.verify(self.headers[rows], keys)
+        if any(flaws) or (self._summer.sums(self._address[rows, None]) != claimed).any():
+            raise SystemExit(f"what came back is wrong: {flaws}")
+
+    def buffers(self, rows: slice) -> Buffers:
+        """Header and payload of pages."""
+        size, head = self.pages.shape[1], self.headers.shape[1]
+        payload = self._address[rows]
+        headers = self.headers.ctypes.data + head * np.arange(len(self.pages), dtype=np.int64)[rows]
+        return Buffers(
+            np.stack([headers, payload], axis=1).ravel(),
+            np.tile(np.array([head, size], np.int64), len(payload)),
+            2 * np.arange(len(payload) + 1, dtype=np.int64),
+            (self,),
+        )
+
+
+def keys_of(first: int, pages: int) -> RecordKeys:
+    """Keys of consecutive numbers."""
+    numbers = np.arange(first, first + pages, dtype=np.uint64)
+    return record_keys(np.stack([numbers * np.uint64(0x9E3779B97F4A7C15), numbers], axis=1), 0, 0, 1)
+
+
+def all_ok(op: Op) -> None:
+    """Wait; end if a record was not OK."""
+    codes = op.wait(CALM_S)
+    if codes.any():
+        raise SystemExit(f"codes {[Code(code).name for code in codes]}")
+
+
+def batches(pages: int, size: int) -> list[slice]:
+    """Rows of the operations of one round."""
+    step = max(1, OPERATION_BYTES // size)
+    return [slice(at, min(pages, at + step)) for at in range(0, pages, step)]
+
+
+class DiskSide:
+    """A disk tier that is full, and the memory that it is spoken to with.
+
+    Args:
+        folder: of the store.
+        size: of a page.
+        offset: of the pages' memory beyond an aligned address.
+    """
+
+    def __init__(self, folder: Path, size: int, offset: int) -> None:
+        pages = MEMORY_BYTES // size
+        self.tier = DiskTier(folder, STORE_BYTES, workers=DEPTH)
+        self.source = Framed(filled(size, pages, offset))
+        self.target = Framed(pages_of(size, pages, offset))
+        self.turns = [(turn * pages, rows) for turn in range(PASSES) for rows in batches(pages, size)]
+        self.pages = PASSES * pages
+        self._number = 0
+        for _ in range(STORE_BYTES // ROUND_BYTES + 1):
+            self.save()
+
+    def save(self) -> float:
+        """Seconds of a round of saves, frames made on the way, until it is durable."""
+        self._number += self.pages
+        keys, flying = keys_of(self._number, self.pages), deque[Op]()
+        start = time.perf_counter()
+        for base, rows in self.turns:
+            if len(flying) == FLYING:
+                all_ok(flying.popleft())
+            named = keys[base + rows.start : base + rows.stop]
+            self.source.seal(rows, named)
+            flying.append(self.tier.save(named, self.source.buffers(rows), SaveClass.CACHEABLE, math.inf))
+        while flying:
+            all_ok(flying.popleft())
+        if not self.tier.flush("durable", math.inf).wait(CALM_S):
+            raise SystemExit("not durable")
+        return time.perf_counter() - start
+
+    def load(self) -> float:
+        """Seconds of a round of loads, every byte checked."""
+        keys, flying = keys_of(self._number, self.pages), deque[tuple[int, slice, Op]]()
+
+        def end_one() -> None:
+            base, rows, op = flying.popleft()
+            all_ok(op)
+            self.target.check(rows, keys[base + rows.start : base + rows.stop])
+
+        start = time.perf_counter()
+        with self.tier.lookup(keys, math.inf).wait(CALM_S) as lease:
+            for base, rows in self.turns:
+                if len(flying) == FLYING:
+                    end_one()
+                wanted = np.arange(base + rows.start, base + rows.stop)
+                op = self.tier.load(lease, wanted, self.target.buffers(rows), math.inf)
+                flying.append((base, rows, op))
+            while flying:
+                end_one()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """End."""
+        if not self.tier.close(math.inf) or self.tier.faults:
+            raise SystemExit(f"the tier ended badly: {list(self.tier.faults)}")
+
+
+class PlainDisk:
+    """Direct reads and writes of one preallocated file, as large as the store, round after round through it.
+
+    Args:
+        path: of the file.
+        size: of one read or write.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.size, self.count = size, PASSES * (MEMORY_BYTES // size)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        self._rounds = STORE_BYTES // ROUND_BYTES
+        os.posix_fallocate(self._fd, 0, size * self.count * self._rounds)
+        self._pages = filled(size, MEMORY_BYTES // size)
+        self._round = 0
+        for _ in range(self._rounds + 1):
+            self.write()
+
+    def write(self) -> float:
+        """Seconds of a round of writes, until it is durable."""
+        self._round = (self._round + 1) % self._rounds
+        return self._run(lambda page, at: os.pwrite(self._fd, page, at), sync=True)
+
+    def read(self) -> float:
+        """Seconds of a round of reads, of what was written last."""
+        return self._run(lambda page, at: os.preadv(self._fd, [page], at), sync=False)
+
+    def _run(self, move: Callable[[memoryview, int], int], *, sync: bool) -> float:
+        left, lock, short = iter(range(self.count)), threading.Lock(), list[int]()
+        base = self._round * self.count * self.size
+
+        def work() -> None:
+            while True:
+                with lock:
+                    number = next(left, None)
+                if number is None:
+                    return
+                page = memoryview(self._pages[number % len(self._pages)])
+                if move(page, base + number * self.size) != self.size:
+                    short.append(number)
+
+        threads = [threading.Thread(target=work) for _ in range(DEPTH)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if sync:
+            os.fdatasync(self._fd)
+        if short:
+            raise SystemExit(f"short transfers: {short}")
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """End."""
+        os.close(self._fd)
+
+
+def disk_rows(folder: Path, rounds: int) -> Iterator[Row]:
+    """Each size both ways, with memory that the device can use, and without a bar with memory it cannot."""
+    for size in SIZES:
+        for offset, memory, bar in ((0, "aligned", DISK_BAR), (64, "unaligned", None)):
+            place = folder / f"{size}-{offset}"
+            place.mkdir()
+            ours, theirs = DiskSide(place / "store", size, offset), PlainDisk(place / "plain", size)
+            try:
+                for name, mine, other in (
+                    ("save", ours.save, theirs.write),
+                    ("load", ours.load, theirs.read),
+                ):
+                    label = f"disk: {name} {size / MIB:g} MiB records, {memory} memory, depth {DEPTH}"
+                    note = f"{ours.pages} records a round" + (
+                        "" if bar else "; every byte is copied once more"
+                    )
+                    yield measure(Case(label, mine, other, per_s=1e3, bar=bar, note=note), rounds)
+            finally:
+                ours.close()
+                theirs.close()
+                for item in (place / "plain", *(place / "store" / "segments").iterdir()):
+                    item.unlink()
+
+
+class DramSide:
+    """A DRAM tier that holds all pages, a lane of some threads, pages in random order.
+
+    Args:
+        summed: whether frames are made and checked.
+    """
+
+    def __init__(self, *, summed: bool) -> None:
+        self._summed = summed
+        self._lanes = [ThreadLane(f"copies-{number}") for number in range(THREADS)]
+        self._tiers = [DramTier((PAGES + 1) * (PAGE_BYTES + 256), lane=lane) for lane in self._lanes]
+        self._order = RNG.permutation(PAGES)
+        self._source, self._target = Framed(filled(PAGE_BYTES, PAGES)), Framed(pages_of(PAGE_BYTES, PAGES))
+        self._keys = keys_of(1, PAGES)
+
+    def _each(self, work: Callable[[Tier, npt.NDArray[np.int64]], None]) -> float:
+        shares = np.array_split(self._order, THREADS)
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(self._tiers, shares, strict=True)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start
+
+    def save(self) -> float:
+        """Seconds to save every page."""
+        for tier in self._tiers:
+            tier.reset(math.inf)
+
+        def work(tier: Tier, rows: npt.NDArray[np.int64]) -> None:
+            for row in rows.tolist():
+                one = slice(row, row + 1)
+                if self._summed:
+                    self._source.seal(one, self._keys[one])
+            every = self._source.buffers(slice(0, PAGES)).take(rows)
+            all_ok(tier.save(self._keys[rows], every, SaveClass.CACHEABLE, math.inf))
+
+        return self._each(work)
+
+    def load(self) -> float:
+        """Seconds to load every page."""
+
+        def work(tier: Tier, rows: npt.NDArray[np.int64]) -> None:
+            every = self._target.buffers(slice(0, PAGES)).take(rows)
+            with tier.lookup(self._keys[rows], math.inf).wait(CALM_S) as lease:
+                all_ok(tier.load(lease, np.arange(len(rows)), every, math.inf))
+            for row in rows.tolist():
+                one = slice(row, row + 1)
+                if self._summed:
+                    self._target.check(one, self._keys[one])
+
+        return self._each(work)
+
+    def close(self) -> None:
+        """End."""
+        for tier, lane in zip(self._tiers, self._lanes, strict=True):
+            if not (tier.close(math.inf) and lane.close(CALM_S)):
+                raise SystemExit("the tier ended badly")
+
+
+class PlainMemory:
+    """Copies page by page, in random order, in some threads."""
+
+    def __init__(self) -> None:
+        self._pages = [filled(PAGE_BYTES, PAGES), filled(PAGE_BYTES, PAGES)]
+        self._order = RNG.permutation(PAGES)
+        self._turn = count()
+
+    def copy(self) -> float:
+        """Seconds to copy every page."""
+        turn = next(self._turn) % 2
+        source, target = self._pages[turn].ctypes.data, self._pages[1 - turn].ctypes.data
+
+        def work(rows: npt.NDArray[np.int64]) -> None:
+            for row in rows.tolist():
+                ctypes.memmove(target + row * PAGE_BYTES, source + row * PAGE_BYTES, PAGE_BYTES)
+
+        threads = [
+            threading.Thread(target=work, args=(rows,)) for rows in np.array_split(self._order, THREADS)
+        ]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start
+
+
+def dram_rows(rounds: int) -> Iterator[Row]:
+    """Both ways, with sums and without."""
+    plain = PlainMemory()
+    for summed, bar in ((False, DRAM_BAR), (True, DRAM_SUMMED_BAR)):
+        side = DramSide(summed=summed)
+        side.save()
+        how = "with checksums" if summed else "without checksums"
+        for name, ours in (("save", side.save), ("load", side.load)):
+            label = f"dram: {name} random {PAGE_BYTES / MIB:g} MiB pages, {how}, {THREADS} threads"
+            yield measure(Case(label, ours, plain.copy, bar=bar, note=f"{PAGES} pages"), rounds)
+        side.close()
+
+
+@contextmanager
+def place(given: str | None) -> Iterator[Path]:
+    """A folder on the disk to be measured, emptied in the end."""
+    with tempfile.TemporaryDirectory(dir=given, prefix="kvc-benchmark-") as made:
+        yield Path(made)
+
+
+def run(rounds: int, only: str | None, directory: str | None) -> list[Row]:
+    """Measure what was asked for."""
+    rows: list[Row] = []
+    if only in (None, "disk"):
+        with ExitStack() as stack:
+            rows += disk_rows(stack.enter_context(place(directory)), rounds)
+    if only in (None, "dram"):
+        rows += dram_rows(rounds)
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """Of everything that is timed."""
+    packages: Sequence[str] = ("kvcontract", "numpy", "crc32c")
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in packages
+    }
+
+
+def main() -> int:
+    """Run, print, say by the exit code whether every bar is met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", metavar="PATH|-", help="also write one JSON document")
+    parser.add_argument("--rounds", type=int, default=11, help="rounds of each row, at least 9")
+    parser.add_argument("--only", choices=("disk", "dram"), help="one tier")
+    parser.add_argument(
+        "--directory", metavar="DIR", help="on the disk to be measured (2 GiB); default: temporary"
+    )
+    given = parser.parse_args()
+    if given.rounds < 9:
+        parser.error("at least 9 rounds")
+    rows = run(given.rounds, given.only, given.directory)
+    return publish(rows, versions(), "Tiers", given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
