@@ -84,14 +84,15 @@ class Resetter:
         self._busy = busy
         self._before = before
         self._order = asyncio.Lock()
-        self._gates: dict[Pending[None], None] = {}
+        self._gates: tuple[Pending[None], ...] = ()  # replaced, never changed: other threads look at it
         self._scopes: dict[asyncio.Timeout, None] = {}
         self._pages_back = asyncio.Event()
 
     @property
     def gate(self) -> Pending[None] | None:
-        """Settles when every reset that is under way has ended; None if none is."""
-        return next(reversed(self._gates), None)
+        """Settles when every reset that is under way has ended; None if none is; from any thread."""
+        gates = self._gates
+        return gates[-1] if gates else None
 
     def pages_came_back(self) -> None:
         """A rank may have become idle."""
@@ -131,8 +132,11 @@ class Resetter:
     def _shut_until(self, ended: Pending[None]) -> None:
         """A gate for what comes later: open once this reset, and those before it, have ended."""
         gate = all_of([ended, *self._gates]).map(lambda _: None)
-        self._gates[gate] = None
-        gate.on_done(lambda _: self._gates.pop(gate))
+        self._gates = (*self._gates, gate)
+        gate.on_done(lambda _: self._opened(gate))
+
+    def _opened(self, gate: Pending[None]) -> None:
+        self._gates = tuple(item for item in self._gates if item is not gate)
 
     def conclude(self) -> None:
         """End what is under way: it has not run."""

@@ -22,6 +22,7 @@ from kvcontract.tiers.opening import BUILT_IN, opener
 
 NOT_APPLICABLE = {
     "dram": {"KVC-TIER-14", "KVC-TIER-15", "KVC-TIER-16"},
+    "disk": {"KVC-TIER-16"},
     "shared": set[str](),
 }
 """Clauses that are about claims which a tier of ours does not make."""
