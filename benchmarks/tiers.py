@@ -3,9 +3,9 @@
     python benchmarks/tiers.py [--json PATH|-] [--rounds N] [--only disk|dram] [--directory DIR]
 
 Disk: records with frames of 1, 2.25 and 4 MiB, summed when they are saved and checked when they are loaded,
-against plain direct reads and writes of the same sizes at the same depth.  Every round of saves is of new
-records in a store that is full, so that each evicts one and the index is committed; it ends when all of it is
-durable.  The plain writes end with a sync.
+against plain direct reads and writes of the same sizes, places and memory at the same depth.  Every round of
+saves is of new records in a store that is full, so that each evicts one and the index is committed; it ends
+when all of it is durable.  The plain writes end with a sync.
 DRAM: pages of 2.25 MiB in random order, against copies page by page with the same number of threads.
 Exit code 1: a bar is missed.
 """
@@ -19,6 +19,7 @@ import math
 import mmap
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import threading
@@ -35,8 +36,11 @@ from paired import Case, Row, measure, publish
 
 from kvcontract.core.lane import ThreadLane
 from kvcontract.memory.checksum import SegmentSums
-from kvcontract.tiers.base import Buffers, Code, Op, RecordKeys, SaveClass, Tier, record_keys
+from kvcontract.tiers.base import Buffers, Code, Op, RecordKeys, SaveClass, Tier, key_bytes, record_keys
 from kvcontract.tiers.disk import DiskTier
+from kvcontract.tiers.disk_files import BLOCK_BYTES, Shape
+from kvcontract.tiers.disk_home import segment_path
+from kvcontract.tiers.disk_index import read_index
 from kvcontract.tiers.dram import DramTier
 from kvcontract.tiers.frame import FrameTemplate
 
@@ -54,6 +58,7 @@ CALM_S = 120.0
 THREADS = 2
 PAGE_BYTES = MIB * 9 // 4
 PAGES = 256
+BATCH_BYTES = 32 * MIB
 DISK_BAR = 0.85
 DRAM_BAR, DRAM_SUMMED_BAR = 0.90, 0.55
 RNG = np.random.default_rng(1)
@@ -72,6 +77,12 @@ def filled(size: int, pages: int, offset: int = 0) -> Bytes:
     made = pages_of(size, pages, offset)
     made[:] = RNG.integers(0, 256, made.shape, np.uint8)
     return made
+
+
+def moved(pages: Bytes, by: int) -> Bytes:
+    """The same memory, that many bytes further."""
+    memory = (ctypes.c_uint8 * pages.nbytes).from_address(pages.ctypes.data + by)
+    return np.frombuffer(memory, np.uint8).reshape(pages.shape)
 
 
 class Framed:
@@ -145,17 +156,19 @@ class DiskSide:
         pages = MEMORY_BYTES // size
         self.tier = DiskTier(folder, STORE_BYTES, workers=DEPTH)
         self.source = Framed(filled(size, pages, offset))
-        self.target = Framed(pages_of(size, pages, offset))
+        self.target = Framed(filled(size, pages, offset))
+        self.plain_source = moved(self.source.pages, -offset)
+        self.plain_target = moved(self.target.pages, -offset)
         self.turns = [(turn * pages, rows) for turn in range(PASSES) for rows in batches(pages, size)]
         self.pages = PASSES * pages
-        self._number = 0
+        self.number = 0
         for _ in range(STORE_BYTES // ROUND_BYTES + 1):
             self.save()
 
     def save(self) -> float:
         """Seconds of a round of saves, frames made on the way, until it is durable."""
-        self._number += self.pages
-        keys, flying = keys_of(self._number, self.pages), deque[Op]()
+        self.number += self.pages
+        keys, flying = keys_of(self.number, self.pages), deque[Op]()
         start = time.perf_counter()
         for base, rows in self.turns:
             if len(flying) == FLYING:
@@ -171,7 +184,7 @@ class DiskSide:
 
     def load(self) -> float:
         """Seconds of a round of loads, every byte checked."""
-        keys, flying = keys_of(self._number, self.pages), deque[tuple[int, slice, Op]]()
+        keys, flying = keys_of(self.number, self.pages), deque[tuple[int, slice, Op]]()
 
         def end_one() -> None:
             base, rows, op = flying.popleft()
@@ -197,44 +210,59 @@ class DiskSide:
 
 
 class PlainDisk:
-    """Direct reads and writes of one preallocated file, as large as the store, round after round through it.
+    """Direct reads and writes of the very blocks that hold the records of a tier's latest round.
+
+    A disk's speed differs from place to place, with what was done there last, and with the memory that bytes
+    are moved to (how scattered its pages are): both sides use the same blocks and the same memory.
 
     Args:
-        path: of the file.
-        size: of one read or write.
+        side: whose records.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.size, self.count = size, PASSES * (MEMORY_BYTES // size)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        self._rounds = STORE_BYTES // ROUND_BYTES
-        os.posix_fallocate(self._fd, 0, size * self.count * self._rounds)
-        self._pages = filled(size, MEMORY_BYTES // size)
-        self._round = 0
-        for _ in range(self._rounds + 1):
-            self.write()
+    def __init__(self, side: DiskSide) -> None:
+        self._side = side
+        self._size = side.source.pages.shape[1]
+        self._fds: dict[int, int] = {}
+        self._number = -1
+        self._places: list[tuple[int, int]] = []
 
     def write(self) -> float:
         """Seconds of a round of writes, until it is durable."""
-        self._round = (self._round + 1) % self._rounds
-        return self._run(lambda page, at: os.pwrite(self._fd, page, at), sync=True)
+        return self._run(self._side.plain_source, os.pwrite, sync=True)
 
     def read(self) -> float:
         """Seconds of a round of reads, of what was written last."""
-        return self._run(lambda page, at: os.preadv(self._fd, [page], at), sync=False)
+        target = self._side.plain_target
+        return self._run(target, lambda fd, page, at: os.preadv(fd, [page], at), sync=False)
 
-    def _run(self, move: Callable[[memoryview, int], int], *, sync: bool) -> float:
-        left, lock, short = iter(range(self.count)), threading.Lock(), list[int]()
-        base = self._round * self.count * self.size
+    def _look(self) -> None:
+        """Find where the records of the latest round are."""
+        if self._number == self._side.number:
+            return
+        self._number = self._side.number
+        home = self._side.tier.directory
+        rows = {row.key: row for row in read_index(home).records}
+        self._places = []
+        for key in key_bytes(keys_of(self._number, self._side.pages)):
+            row = rows[key]
+            if row.segment not in self._fds:
+                path = segment_path(home, row.segment)
+                self._fds[row.segment] = os.open(path, os.O_RDWR | os.O_DIRECT)
+            at = row.slot * Shape.make(row.record_bytes, row.head_bytes).slot_bytes
+            self._places.append((self._fds[row.segment], at + BLOCK_BYTES))
+
+    def _run(self, pages: Bytes, move: Callable[[int, memoryview, int], int], *, sync: bool) -> float:
+        self._look()
+        left, lock, short = iter(enumerate(self._places)), threading.Lock(), list[int]()
 
         def work() -> None:
             while True:
                 with lock:
-                    number = next(left, None)
-                if number is None:
+                    number, place = next(left, (-1, (-1, -1)))
+                if number < 0:
                     return
-                page = memoryview(self._pages[number % len(self._pages)])
-                if move(page, base + number * self.size) != self.size:
+                page = memoryview(pages[number % len(pages)])
+                if move(place[0], page, place[1]) != self._size:
                     short.append(number)
 
         threads = [threading.Thread(target=work) for _ in range(DEPTH)]
@@ -243,15 +271,16 @@ class PlainDisk:
             thread.start()
         for thread in threads:
             thread.join()
-        if sync:
-            os.fdatasync(self._fd)
+        for fd in {fd for fd, _ in self._places} if sync else ():
+            os.fdatasync(fd)
         if short:
             raise SystemExit(f"short transfers: {short}")
         return time.perf_counter() - start
 
     def close(self) -> None:
         """End."""
-        os.close(self._fd)
+        for fd in self._fds.values():
+            os.close(fd)
 
 
 def disk_rows(folder: Path, rounds: int) -> Iterator[Row]:
@@ -260,12 +289,14 @@ def disk_rows(folder: Path, rounds: int) -> Iterator[Row]:
         for offset, memory, bar in ((0, "aligned", DISK_BAR), (64, "unaligned", None)):
             place = folder / f"{size}-{offset}"
             place.mkdir()
-            ours, theirs = DiskSide(place / "store", size, offset), PlainDisk(place / "plain", size)
+            ours = DiskSide(place / "store", size, offset)
+            theirs = PlainDisk(ours)
             try:
                 for name, mine, other in (
                     ("save", ours.save, theirs.write),
                     ("load", ours.load, theirs.read),
                 ):
+                    ours.save()  # what is loaded is whole
                     label = f"disk: {name} {size / MIB:g} MiB records, {memory} memory, depth {DEPTH}"
                     note = f"{ours.pages} records a round" + (
                         "" if bar else "; every byte is copied once more"
@@ -274,8 +305,13 @@ def disk_rows(folder: Path, rounds: int) -> Iterator[Row]:
             finally:
                 ours.close()
                 theirs.close()
-                for item in (place / "plain", *(place / "store" / "segments").iterdir()):
-                    item.unlink()
+                shutil.rmtree(place)
+
+
+def in_batches(rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """As many pages at a time as a worker moves."""
+    step = BATCH_BYTES // PAGE_BYTES
+    return [rows[at : at + step] for at in range(0, len(rows), step)]
 
 
 class DramSide:
@@ -291,6 +327,7 @@ class DramSide:
         self._tiers = [DramTier((PAGES + 1) * (PAGE_BYTES + 256), lane=lane) for lane in self._lanes]
         self._order = RNG.permutation(PAGES)
         self._source, self._target = Framed(filled(PAGE_BYTES, PAGES)), Framed(pages_of(PAGE_BYTES, PAGES))
+        self._from, self._into = (side.buffers(slice(0, PAGES)) for side in (self._source, self._target))
         self._keys = keys_of(1, PAGES)
 
     def _each(self, work: Callable[[Tier, npt.NDArray[np.int64]], None]) -> float:
@@ -309,12 +346,11 @@ class DramSide:
             tier.reset(math.inf)
 
         def work(tier: Tier, rows: npt.NDArray[np.int64]) -> None:
-            for row in rows.tolist():
-                one = slice(row, row + 1)
-                if self._summed:
-                    self._source.seal(one, self._keys[one])
-            every = self._source.buffers(slice(0, PAGES)).take(rows)
-            all_ok(tier.save(self._keys[rows], every, SaveClass.CACHEABLE, math.inf))
+            for some in in_batches(rows):
+                for row in some.tolist() if self._summed else ():
+                    self._source.seal(slice(row, row + 1), self._keys[row : row + 1])
+                buffers = self._from.take(some)
+                all_ok(tier.save(self._keys[some], buffers, SaveClass.CACHEABLE, math.inf))
 
         return self._each(work)
 
@@ -322,13 +358,11 @@ class DramSide:
         """Seconds to load every page."""
 
         def work(tier: Tier, rows: npt.NDArray[np.int64]) -> None:
-            every = self._target.buffers(slice(0, PAGES)).take(rows)
             with tier.lookup(self._keys[rows], math.inf).wait(CALM_S) as lease:
-                all_ok(tier.load(lease, np.arange(len(rows)), every, math.inf))
-            for row in rows.tolist():
-                one = slice(row, row + 1)
-                if self._summed:
-                    self._target.check(one, self._keys[one])
+                for at, some in zip(in_batches(np.arange(len(rows))), in_batches(rows), strict=True):
+                    all_ok(tier.load(lease, at, self._into.take(some), math.inf))
+                    for row in some.tolist() if self._summed else ():
+                        self._target.check(slice(row, row + 1), self._keys[row : row + 1])
 
         return self._each(work)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -78,7 +78,8 @@ class SizeClass:
 
     Attributes:
         segments: in the order they were made.
-        free: places that may be written again.
+        free: places that may be written again, the first to become so first: what was written in a row is
+            read in a row, and replaced in a row.
         open: segments with places that were never written.
         used: from least to most recently used.
         going: slots that are free after the next commit.
@@ -88,7 +89,7 @@ class SizeClass:
 
     def __init__(self) -> None:
         self.segments: dict[Segment, None] = {}
-        self.free: list[tuple[Segment, int]] = []
+        self.free: deque[tuple[Segment, int]] = deque()
         self.open: list[Segment] = []
         self.used: OrderedDict[bytes, Slot] = OrderedDict()
         self.going = 0
@@ -103,7 +104,7 @@ class SizeClass:
     def place(self) -> tuple[Segment, int] | None:
         """Somewhere to write, taken out of what is free."""
         if self.free or not self.open:
-            return self.free.pop() if self.free else None
+            return self.free.popleft() if self.free else None
         segment = self.open[-1]
         segment.fresh += 1
         if segment.fresh == segment.slots:

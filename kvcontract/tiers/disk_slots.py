@@ -13,6 +13,7 @@ Not thread-safe: `DiskStore` calls everything under its lock.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from enum import Enum
 
@@ -159,7 +160,7 @@ class DiskSlots:
             self._evict(slot)
         held = self._classes[segment.slot_bytes]
         del held.segments[segment]
-        held.free = [place for place in held.free if place[0] is not segment]
+        held.free = deque(place for place in held.free if place[0] is not segment)
         held.open = [item for item in held.open if item is not segment]
         self._leaving[segment] = None
         self._given_up.append(segment)
@@ -197,7 +198,7 @@ class DiskSlots:
         for held in self._classes.values():
             for segment in held.segments:
                 segment.fresh = max(segment.records, default=-1) + 1
-                numbers = range(segment.fresh - 1, -1, -1)
+                numbers = range(segment.fresh)
                 held.free += [(segment, number) for number in numbers if number not in segment.records]
             held.open = [segment for segment in held.segments if segment.fresh < segment.slots]
 
