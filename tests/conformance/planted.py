@@ -202,6 +202,11 @@ def r2_one_worker_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(workers.Workers, "_merged", merged)
 
 
+def b12_switching_off_does_nothing(patch: pytest.MonkeyPatch) -> None:
+    """With prefix caching off, resolves go on hitting."""
+    patch.setattr(control.Switches, "set_prefix_cache", lambda *_: None)
+
+
 def c11_a_reset_leaves_a_tier(patch: pytest.MonkeyPatch) -> None:
     """A reset says that a tier has forgotten, and has not asked it."""
     honest = control.Resetter._forget
@@ -255,6 +260,7 @@ PLANTS: tuple[Plant, ...] = (
     a16_everybody_loads_for_himself,
     a17_the_device_is_not_asked_again,
     b4_the_promise_comes_back_after_the_pages,
+    b12_switching_off_does_nothing,
     c1_nothing_pins_what_is_saved,
     c3_holes_stay,
     c4_failed_pages_are_given_up,

@@ -41,6 +41,7 @@ def resolve(world: World, action: Action) -> bool:
         begun=world.step,
         token=token,
         task=world.loop.create_task(work),
+        cached=node.cache,
     )
     return True
 

@@ -160,6 +160,7 @@ class Asked:
     Attributes:
         count: tokens of the prompt.
         begun: number of the step in which it was asked.
+        cached: whether prefix caching was on then.
         cancelled: by its token or its task.
         prefix: what came, until it is consumed or dropped.
         judged: whether its answer was looked at.
@@ -174,6 +175,7 @@ class Asked:
     begun: int
     token: CancelToken
     task: asyncio.Task[KvPrefix]
+    cached: bool = True
     cancelled: bool = False
     judged: bool = False
     prefix: KvPrefix | None = None

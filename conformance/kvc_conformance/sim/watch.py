@@ -82,6 +82,8 @@ def _prefix(world: World, node: Node, asked: Asked, prefix: KvPrefix) -> None:
     limit = (asked.count - (not asked.policy.full_pages)) // page * page
     judge.holds("A12", ok=hit <= limit, text=f"a hit of {hit} tokens of {asked.count}")
     judge.holds("I6", ok=sum(prefix.sources.values()) == hit, text=f"{dict(prefix.sources)} for {hit} tokens")
+    if not asked.cached:
+        judge.holds("B12", ok=not hit, text=f"prefix caching is off, and a resolve hit {hit} tokens")
     judge.holds("B21", ok=0 not in pages, text=f"a hit on page 0: {pages}")
     for part, clause in REASONS.items():
         judge.counts.clauses[clause] += any(part in reason for reason in prefix.degraded)
