@@ -27,6 +27,9 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 }
 """Each command's module and the first line of its help, so that ``kvc --help`` imports no command."""
 
+INTERRUPTED: Final = 130
+"""The exit code of a command that Ctrl-C has ended."""
+
 _COMPLETING: Final = "_KVC_COMPLETE"  # set by the shell's completion, which asks for any command's options
 
 
@@ -76,10 +79,10 @@ def main(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     try:
         code = _app(arguments)(arguments, standalone_mode=False)
-    except typer.Abort:
-        code = 130
-    except KeyboardInterrupt:
-        code = _report(130, "interrupted", as_json=as_json)
+        if code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt, without a word
+            _report(code, "interrupted", as_json=as_json)
+    except (typer.Abort, KeyboardInterrupt):
+        code = _report(INTERRUPTED, "interrupted", as_json=as_json)
     except KvContractError as error:
         code = _report(error.exit_code, str(error), as_json=as_json)
         if "--tb" in arguments or os.environ.get("KVC_TRACEBACK"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ def command(
     from kvc_conformance.sim.samples import samples  # noqa: PLC0415
     from kvc_conformance.sim.trace import STEPS  # noqa: PLC0415
 
-    _refuse(seeds=seeds, first=first, steps=steps, jobs=jobs)
+    _refuse(out, seeds=seeds, first=first, steps=steps, jobs=jobs)
     models = samples() if opened is None else (opened.model,)
     started, talk = time.monotonic(), view.console(sys.stderr)
 
@@ -89,7 +90,7 @@ def _told(action: dict[str, object]) -> str:
     return f"{action['do']} {rest}"
 
 
-def _refuse(*, seeds: int, first: int, steps: int | None, jobs: int | None) -> None:
+def _refuse(out: Path, *, seeds: int, first: int, steps: int | None, jobs: int | None) -> None:
     faults = [
         f"--{name} {value}: expected {least} or more"
         for name, value, least in (
@@ -100,5 +101,7 @@ def _refuse(*, seeds: int, first: int, steps: int | None, jobs: int | None) -> N
         )
         if value is not None and value < least
     ]
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        faults.append(f"--out {out}: cannot be written")  # better said now than once there is a trace
     if faults:
         raise UsageFault("; ".join(faults))

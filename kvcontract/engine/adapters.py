@@ -89,13 +89,14 @@ class Adapters:
         if name in self._loaded:
             raise UsageFault(f"adapter {name!r} is loaded; unload it first")
         made = Loaded(f"load-{uuid4().hex}" if revision is None else revision, adapter.digest)
-        known = self._digests.setdefault((name, made.revision), made.digest)
+        known = self._digests.get((name, made.revision), made.digest)
         if known != made.digest:
             raise UsageFault(
                 f"adapter {name!r}: revision {revision!r} has digest {made.digest}; it was loaded with"
                 f" {known} before, and pages of that may still be kept: give this one another revision"
             )
         self.taker().load_adapter(name, adapter)
+        self._digests[name, made.revision] = made.digest
         self._loaded[name] = made
         return made
 

@@ -8,11 +8,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvcontract.contract.model import Scope
 from kvcontract.core.pending import Pending, wait_until
+from kvcontract.pool.keys import Keyer
 from kvcontract.pool.pool import BlockPool
-from kvcontract.store import answer, barriers, fetch, loads, marks, policy, seal, search, workers
+from kvcontract.store import answer, barriers, control, fetch, loads, marks, policy, seal, search, workers
+from kvcontract.tiers.base import Code
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -198,6 +202,54 @@ def r2_one_worker_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(workers.Workers, "_merged", merged)
 
 
+def b12_switching_off_does_nothing(patch: pytest.MonkeyPatch) -> None:
+    """With prefix caching off, resolves go on hitting."""
+    patch.setattr(control.Switches, "set_prefix_cache", lambda *_: None)
+
+
+def c11_a_reset_leaves_a_tier(patch: pytest.MonkeyPatch) -> None:
+    """A reset says that a tier has forgotten, and has not asked it."""
+    honest = control.Resetter._forget
+
+    async def forget(self: control.Resetter, chosen: Any, pages: int, deadline: float) -> control.ResetReport:
+        report = await honest(self, chosen[:-1], pages, deadline)
+        return replace(report, tiers=tuple(known.tier.name for known in chosen))
+
+    patch.setattr(control.Resetter, "_forget", forget)
+
+
+def c11_a_reset_leaves_the_device(patch: pytest.MonkeyPatch) -> None:
+    """A reset empties the tiers, and keeps what lies on the device."""
+
+    def cleared(self: control.Resetter, _: list[int]) -> bool:
+        self._pages_back.clear()
+        return not self._going_on()
+
+    patch.setattr(control.Resetter, "_cleared", cleared)
+
+
+def d2_the_scope_is_not_in_the_key(patch: pytest.MonkeyPatch) -> None:
+    """Equal tokens of two tenants have one name."""
+    honest = Keyer.chain
+
+    def chain(self: Keyer, tokens: Any, scope: Scope, **more: Any) -> Any:
+        del scope
+        return honest(self, tokens, Scope(), **more)
+
+    patch.setattr(Keyer, "chain", chain)
+
+
+def e7_corrupt_pages_are_committed(patch: pytest.MonkeyPatch) -> None:
+    """A page whose checksum is wrong is taken for whole, when it lands after its deadline."""
+    honest = loads.Loads._late
+
+    def late(self: loads.Loads, load: loads.Load, verdict: workers.Verdict) -> None:
+        codes = np.where(verdict.codes == Code.CORRUPT, np.uint8(Code.OK), verdict.codes)
+        honest(self, load, workers.Verdict(codes, verdict.by_worker))
+
+    patch.setattr(loads.Loads, "_late", late)
+
+
 PLANTS: tuple[Plant, ...] = (
     a2_late_leases_are_kept,
     a3_pages_go_back_under_a_running_copy,
@@ -208,12 +260,17 @@ PLANTS: tuple[Plant, ...] = (
     a16_everybody_loads_for_himself,
     a17_the_device_is_not_asked_again,
     b4_the_promise_comes_back_after_the_pages,
+    b12_switching_off_does_nothing,
     c1_nothing_pins_what_is_saved,
     c3_holes_stay,
     c4_failed_pages_are_given_up,
     c6_a_failed_handoff_keeps_its_pages,
     c8_a_barrier_waits_for_nothing,
     c8_barriers_overtake,
+    c11_a_reset_leaves_a_tier,
+    c11_a_reset_leaves_the_device,
     c12_the_first_copy_ends_it,
+    d2_the_scope_is_not_in_the_key,
+    e7_corrupt_pages_are_committed,
     r2_one_worker_is_enough,
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +38,7 @@ def prompts() -> Prompts:
 def test_a_planted_violation_is_found_and_plays_again(
     plant: Plant, prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A2-A17, B4, C1-C12, R2: found within 2,000 seeds; its trace, saved and read, shows the same."""
+    """A2-A17, B4, C1-C12, D2, E7, R2: found within 2,000 seeds; its trace, saved and read, shows the same."""
     plant(monkeypatch)
     found = first_found(prompts, range(SEEDS))
     assert found is not None, f"{SEEDS} seeds did not find: {plant.__doc__}"
@@ -127,15 +130,28 @@ def test_replay_says_what_it_sees(
     assert (document["violation"], document["recorded"]["clause"]) == (None, "A13")
 
 
-def _other_schema(document: dict[str, object]) -> None:
+def _other_schema(document: dict[str, Any]) -> None:
     document["schema"] = "kvc.trace/99"
 
 
-def _other_action(document: dict[str, object]) -> None:
+def _other_action(document: dict[str, Any]) -> None:
     document["actions"] = [{"do": "dance", "node": 0}]
 
 
-def _no_setting(document: dict[str, object]) -> None:
+def _no_node(document: dict[str, Any]) -> None:
+    del document["actions"][0]["node"]
+    document["actions"][1]["do"] = "sleep"
+
+
+def _huge_world(document: dict[str, Any]) -> None:
+    document["setting"] |= {"pages": 10**30, "degrees": [3], "tiers": []}
+
+
+def _other_model(document: dict[str, Any]) -> None:
+    document["model"]["arenas"][0]["group"] = "nobody's"
+
+
+def _no_setting(document: dict[str, Any]) -> None:
     del document["setting"]
 
 
@@ -145,6 +161,10 @@ def _no_setting(document: dict[str, object]) -> None:
         (_other_schema, "plays 'kvc.trace/1'"),
         (_other_action, "no such action: dance"),
         (_no_setting, "setting"),
+        (_no_node, r"actions\[0\].node is missing; .*actions\[1\].seconds is missing"),
+        (_huge_world, r"degrees\[0\] is 3; expected one of 1, 2.*pages is 10000000.*expected a number"),
+        (_huge_world, "setting.tiers is"),
+        (_other_model, r"model\.arenas\[0\]\.group"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused(
@@ -166,6 +186,7 @@ def test_a_file_that_is_no_trace_is_refused(
     [
         (["simulate", "--seeds", "0", "--jobs", "0"], "--seeds 0: expected 1 or more; --jobs 0"),
         (["simulate", "--config", "config.json"], "without a model's name"),
+        (["simulate", "--out", "nowhere/trace.json"], "--out nowhere/trace.json: cannot be written"),
         (["replay", "nowhere.json"], "nowhere.json cannot be read"),
     ],
 )
@@ -183,3 +204,25 @@ def test_what_cannot_be_simulated_is_said() -> None:
     bounded = model.model_copy(update={"groups": (Group(name="kv", kind="bounded"),)})
     with pytest.raises(UsageFault, match="group\\(s\\) kv cannot be simulated"):
         simulated(bounded)
+
+
+def test_an_interrupted_simulation_leaves_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C: exit code 130, said in one line, and no process goes on with what it was at."""
+    before = set(multiprocessing.active_children())
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 4)  # seconds: far from the end, wherever it is by then
+        code = main(["simulate", "--seeds", "1000000", "--steps", "20000", "--jobs", "1", "--json"])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    told = capsys.readouterr()
+    assert (code, json.loads(told.out)["exit_code"]) == (130, 130)
+    assert told.err == "kvc: interrupted\n"
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_d2_equal_tokens_of_two_tenants_leave_unequal_rows(prompts: Prompts) -> None:
+    """D2: else a hit on another tenant's page would look right to the judge."""
+    for one, other in zip(prompts.image(0, 0, 0, 1), prompts.image(0, 1, 0, 1), strict=True):
+        assert (one != other).any()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 def resolve(world: World, action: Action) -> bool:
     """Ask for a prefix."""
     node, policy = world.node(action), ResolvePolicy(**action["policy"])
+    if action["id"] in node.asked or action["id"] in node.live:
+        return False
     rank, stream, scope = action["rank"] % len(node.pools), action["stream"], action["scope"]
     count, token = min(action["tokens"], world.prompts.length - 1), CancelToken()
     tokens = world.prompts.tokens(stream, count)
@@ -39,6 +41,7 @@ def resolve(world: World, action: Action) -> bool:
         begun=world.step,
         token=token,
         task=world.loop.create_task(work),
+        cached=node.cache,
     )
     return True
 
@@ -224,6 +227,8 @@ def _watch(world: World, node: Node, report: Pending[SealReport], *, handoff: bo
 def wait(world: World, action: Action) -> bool:
     """Wait for saves, loads, a handoff, or the moment for a reset."""
     node, kind, deadline_s = world.node(action), action["for"], action["deadline_s"]
+    if action["id"] in node.waited:
+        return False
     if kind == "loads":
         work: Any = node.store.flush_loads(deadline_s)
     elif kind == "reset":
@@ -240,6 +245,7 @@ def wait(world: World, action: Action) -> bool:
         begun=world.step,
         saves=tuple(item for item in node.saves if not item.report.done),
         acknowledged=durable,
+        resets={front.name: front.resets for front in node.fronts},
     )
     return True
 
@@ -263,6 +269,8 @@ def release_handoff(world: World, action: Action) -> bool:
 def pin(world: World, action: Action) -> bool:
     """Keep what is resident of a prompt for a while."""
     node = world.node(action)
+    if action["id"] in node.pins:
+        return False
     rank, tokens = action["rank"] % len(node.pools), world.prompts.tokens(action["stream"], action["tokens"])
     made = node.store.pin(str(rank), tokens, SCOPES[action["scope"]], ttl_s=action["ttl_s"])
     node.pins[action["id"]] = made.id

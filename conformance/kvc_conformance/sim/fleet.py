@@ -9,7 +9,9 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 import torch
@@ -48,7 +50,25 @@ TERMINALS: Final = (
 
 CLAUSES: Final = (
     *("A1", "A2", "A3", "A4", "A5", "A6", "A7", "A9", "A10", "A11", "A12", "A13", "A15", "A16", "A17"),
-    *("A18", "A20", "A24", "B4", "B5", "B21", "C1", "C3", "C4", "C5", "C6", "C7", "C8", "C9", "C10", "C11"),
+    *(
+        "A18",
+        "A20",
+        "A24",
+        "B4",
+        "B5",
+        "B12",
+        "B21",
+        "C1",
+        "C3",
+        "C4",
+        "C5",
+        "C6",
+        "C7",
+        "C8",
+        "C9",
+        "C10",
+        "C11",
+    ),
     *("D2", "E7", "I6", "R2", "R3", "R4", "R5", "R7", "R8"),
 )
 """Every clause that is judged."""
@@ -144,8 +164,11 @@ def simulate(
     documents = tuple(model.model_dump_json() for model in small)
     chunks = (seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK))
     count = jobs or os.cpu_count() or 1
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=spawn, initializer=_prepare, initargs=(documents,)) as pool:
+    spawn, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
+    with (
+        ProcessPoolExecutor(count, mp_context=spawn, initializer=_prepare, initargs=(documents,)) as pool,
+        _ended(others),
+    ):
         open_: set[Future[_Chunk]] = set()
         while True:
             for chunk in chunks:
@@ -211,6 +234,18 @@ def _play_chunk(seeds: range, steps: int) -> _Chunk:
                 chunk.failed.append(seed)
                 break
     return chunk
+
+
+@contextmanager
+def _ended(others: Sequence[BaseProcess]) -> Iterator[None]:
+    """Whoever is interrupted does not wait for what the processes are at; `others` are not touched."""
+    try:
+        yield
+    except BaseException:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.terminate()
+        raise
 
 
 class _collected:  # noqa: N801 - used as a function

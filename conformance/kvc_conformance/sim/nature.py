@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvc_conformance.sim.node import Front, Node
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import ManualLane
-from kvcontract.tiers.fault import Fault, FaultKind
+from kvcontract.tiers.fault import FAULTS_OF, Fault, FaultKind
 
 if TYPE_CHECKING:
     from kvc_conformance.sim.world import Action, World
@@ -37,6 +37,8 @@ def answer(world: World, action: Action) -> bool:
         front.late[call] = world.now + action["delay_s"]
     else:
         chosen = None if fault is None else Fault(FaultKind(fault), action["at"])
+        if chosen is not None and chosen.kind not in FAULTS_OF[call.verb]:
+            return False  # in a trace that was cut down, another call may stand at this place
         if chosen is not None:
             world.judge.fault(f"{fault} {call.verb}")
         elif call is not ready[0]:

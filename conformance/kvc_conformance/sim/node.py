@@ -122,6 +122,7 @@ class Front(FaultTier):
             lost before.
         failed: page keys of which a save has failed.
         owed: pages that have to be there once all saves have landed, with their records.
+        resets: how often this process has made it forget.
     """
 
     inner: Shelf
@@ -134,6 +135,7 @@ class Front(FaultTier):
         self.acknowledged: dict[bytes, int] = {}
         self.failed: set[bytes] = set()
         self.owed: dict[bytes, RecordKeys] = {}
+        self.resets = 0
 
     def ready(self, now: float) -> list[Call]:
         """Calls that may be answered now."""
@@ -143,7 +145,12 @@ class Front(FaultTier):
 
 
 class TellingFront(Front, TellingFaultTier):
-    """One whose tier says what it loses."""
+    """One whose tier says what it loses, and can forget."""
+
+    def reset(self, deadline: float) -> Pending[bool]:
+        """Counted."""
+        self.resets += 1
+        return super().reset(deadline)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +160,7 @@ class Asked:
     Attributes:
         count: tokens of the prompt.
         begun: number of the step in which it was asked.
+        cached: whether prefix caching was on then.
         cancelled: by its token or its task.
         prefix: what came, until it is consumed or dropped.
         judged: whether its answer was looked at.
@@ -167,6 +175,7 @@ class Asked:
     begun: int
     token: CancelToken
     task: asyncio.Task[KvPrefix]
+    cached: bool = True
     cancelled: bool = False
     judged: bool = False
     prefix: KvPrefix | None = None
@@ -192,7 +201,11 @@ class Saved:
 
 @dataclass(slots=True, eq=False)
 class Waited:
-    """A barrier or reset that somebody waits for."""
+    """A barrier or reset that somebody waits for.
+
+    Attributes:
+        resets: how often each tier had been made to forget before.
+    """
 
     kind: str
     task: asyncio.Task[Any]
@@ -200,6 +213,7 @@ class Waited:
     begun: int
     saves: Sequence[Saved]
     acknowledged: dict[str, dict[bytes, int]]
+    resets: dict[str, int]
     cancelled: bool = False
 
 

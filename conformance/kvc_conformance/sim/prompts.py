@@ -36,6 +36,9 @@ PARENTS: Final = ((0, 0), (0, 3), (2, 0), (0, 1))
 STREAM_PAGES: Final = 7
 """Complete pages of a stream; some tokens follow."""
 
+DEGREES: Final = (1, 2)
+"""Degrees of tensor parallelism that worlds have."""
+
 LEAST_ROW_BYTES: Final = 48
 _TOKEN_IDS: Final = 1000
 _NAMED: Final = WeightIdentity(kind="digest", value="0" * 32)
@@ -79,7 +82,7 @@ class Prompts:
         self.page = model.page_tokens
         self.length = STREAM_PAGES * self.page + self.page - 1
         self.keyer = Keyer(fingerprint(model).required, SECRET, self.page)
-        self.degrees = tuple(tp for tp in (1, 2) if not tp_faults(model, tp))
+        self.degrees = tuple(tp for tp in DEGREES if not tp_faults(model, tp))
         self._content = Content(model)
         self._tokens = [self._stream(number) for number in range(len(PARENTS))]
         self._keys = {
@@ -116,7 +119,7 @@ class Prompts:
 
     def _image(self, stream: int, scope: int, worker: int, tp: int) -> tuple[Rows, ...]:
         """Per field, the rows of a whole stream that a worker holds: [rows, *axes], units of an element."""
-        content = self._content.rows(self._tokens[stream], whose=repr(SCOPES[scope]))
+        content = self._content.rows(self._tokens[stream], whose=self.keyer.scope_tag(SCOPES[scope]))
         found, end = [], 0
         for arena in self.model.arenas:
             for field in arena.fields:

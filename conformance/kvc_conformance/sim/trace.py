@@ -13,11 +13,18 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final, Self
 
+from kvc_conformance.sim.checked import (
+    action_faults,
+    found_faults,
+    model_faults,
+    seed_faults,
+    setting_faults,
+)
 from kvc_conformance.sim.judge import Counts, Judge, Violation
 from kvc_conformance.sim.prompts import Prompts, simulated
 from kvc_conformance.sim.schedule import Schedule
 from kvc_conformance.sim.setting import Setting
-from kvc_conformance.sim.world import VERBS, Action, World
+from kvc_conformance.sim.world import Action, World
 from kvcontract.contract.errors import KvContractError, UsageFault
 from kvcontract.contract.model import KvModel
 
@@ -45,7 +52,11 @@ class Trace:
     violation: tuple[str, str] | None = None
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write it as JSON.
+
+        Raises:
+            UsageFault: the file cannot be written.
+        """
         found = None if self.violation is None else dict(zip(("clause", "text"), self.violation, strict=True))
         document = {
             "schema": SCHEMA,
@@ -55,7 +66,10 @@ class Trace:
             "actions": list(self.actions),
             "model": self.model.model_dump(mode="json"),
         }
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        try:
+            path.write_text(json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise UsageFault(f"{path} cannot be written: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -68,22 +82,29 @@ class Trace:
             document = json.loads(path.read_text())
             if document["schema"] != SCHEMA:
                 raise UsageFault(f"{path}: schema {document['schema']!r}; this version plays {SCHEMA!r}")
-            found = document["violation"]
-            actions = tuple(document["actions"])
-            unknown = sorted({str(action["do"]) for action in actions} - set(VERBS))
-            if unknown:
-                raise UsageFault(f"{path}: no such action: {', '.join(unknown)}")
-            return cls(
-                model=KvModel.model_validate_json(json.dumps(document["model"])),
-                seed=document["seed"],
-                setting=Setting.of_json(document["setting"]),
-                actions=actions,
-                violation=None if found is None else (found["clause"], found["text"]),
-            )
+            parts = [document[name] for name in ("seed", "violation", "setting", "actions")]
+            model = KvModel.model_validate_json(json.dumps(document["model"]))
         except OSError as error:
             raise UsageFault(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageFault(f"{path} is not a trace: {error!r}") from error
+        seed, found, setting, actions = parts
+        faults = [
+            *model_faults(model),
+            *seed_faults(seed),
+            *found_faults(found),
+            *setting_faults(setting),
+            *action_faults(actions),
+        ]
+        if faults:
+            raise UsageFault(f"{path} is not a trace: {'; '.join(faults)}")
+        return cls(
+            model=model,
+            seed=seed,
+            setting=Setting.of_json(setting),
+            actions=tuple(actions),
+            violation=None if found is None else (found["clause"], found["text"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +142,16 @@ def play(prompts: Prompts, setting: Setting, actions: Sequence[Action]) -> Playe
 
 
 def replay(trace: Trace) -> Played:
-    """Play a trace."""
-    return play(Prompts(trace.model), trace.setting, trace.actions)
+    """Play a trace.
+
+    Raises:
+        UsageFault: its declaration cannot be cut to the degrees of its world.
+    """
+    prompts = Prompts(trace.model)
+    odd = sorted(set(trace.setting.degrees) - set(prompts.degrees))
+    if odd:
+        raise UsageFault(f"setting.degrees: {trace.model.name} cannot be cut to {', '.join(map(str, odd))}")
+    return play(prompts, trace.setting, trace.actions)
 
 
 def _play(prompts: Prompts, setting: Setting, following: Next) -> Played:

@@ -82,6 +82,8 @@ def _prefix(world: World, node: Node, asked: Asked, prefix: KvPrefix) -> None:
     limit = (asked.count - (not asked.policy.full_pages)) // page * page
     judge.holds("A12", ok=hit <= limit, text=f"a hit of {hit} tokens of {asked.count}")
     judge.holds("I6", ok=sum(prefix.sources.values()) == hit, text=f"{dict(prefix.sources)} for {hit} tokens")
+    if not asked.cached:
+        judge.holds("B12", ok=not hit, text=f"prefix caching is off, and a resolve hit {hit} tokens")
     judge.holds("B21", ok=0 not in pages, text=f"a hit on page 0: {pages}")
     for part, clause in REASONS.items():
         judge.counts.clauses[clause] += any(part in reason for reason in prefix.degraded)
@@ -157,6 +159,15 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
     saves = [item for item in waited.saves if not item.report.done]
     going = len(active) + len(earlier) + len(saves)
     judge.holds("C11", ok=not going, text=f"a reset ran while {going} things from before went on")
+    left = sum(pool.gauges().cached for pool in node.pools)
+    judge.holds("C11", ok=not left, text=f"a reset ran, and {left} pages are still kept on the device")
+    for front in node.fronts:
+        asked, told = front.resets > waited.resets[front.name], front.name in report.tiers
+        judge.holds(
+            "C11", ok=asked or not told, text=f"{front.name} is said to have forgotten, and was not asked"
+        )
+        named = told or front.name in report.missed
+        judge.holds("C11", ok=named, text=f"a reset ran, and nothing is said of {front.name}")
 
 
 def _look_at_gauges(world: World, node: Node) -> None:
