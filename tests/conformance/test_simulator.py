@@ -95,6 +95,7 @@ def test_several_processes_reach_every_kind(capsys: pytest.CaptureFixture[str], 
         (fleet.FAULTS, "faults"),
         (fleet.TERMINALS, "terminals"),
         (fleet.CLAUSES, "clauses"),
+        (fleet.SEEN, "seen"),
     ):
         assert set(names) == {name for name, count in document[kind].items() if count}
     assert not (tmp_path / "trace.json").exists()

@@ -28,12 +28,14 @@ class Counts:
         faults: by kind and verb.
         terminals: ends of operations.
         clauses: judgements that could have failed.
+        seen: clauses that were seen at work, in the reasons of shorter hits.
         choices: points at which one of several things went on.
     """
 
     faults: Counter[str] = field(default_factory=Counter)
     terminals: Counter[str] = field(default_factory=Counter)
     clauses: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
     choices: int = 0
 
     def add(self, other: Counts) -> None:
@@ -41,6 +43,7 @@ class Counts:
         self.faults.update(other.faults)
         self.terminals.update(other.terminals)
         self.clauses.update(other.clauses)
+        self.seen.update(other.seen)
         self.choices += other.choices
 
 

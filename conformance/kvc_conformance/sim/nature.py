@@ -118,7 +118,6 @@ def crash(world: World, action: Action) -> bool:
                 front.inner.save(call.keys, call.buffers, call.cls, math.inf, handoff=call.handoff)
         unflushed = sorted(front.inner.kept - front.inner.durable)
         front.inner.drop([name for at, name in enumerate(unflushed) if _bit(mask, at + 1)])
-        world.judge.counts.clauses["R7"] += 1
     world.replace(node)
     return True
 

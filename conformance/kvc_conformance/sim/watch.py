@@ -86,17 +86,16 @@ def _prefix(world: World, node: Node, asked: Asked, prefix: KvPrefix) -> None:
         judge.holds("B12", ok=not hit, text=f"prefix caching is off, and a resolve hit {hit} tokens")
     judge.holds("B21", ok=0 not in pages, text=f"a hit on page 0: {pages}")
     for part, clause in REASONS.items():
-        judge.counts.clauses[clause] += any(part in reason for reason in prefix.degraded)
+        judge.counts.seen[clause] += any(part in reason for reason in prefix.degraded)
     if asked.cancelled:
         judge.holds("A11", ok=hit == 0, text=f"a cancelled resolve hit {hit} tokens")
         judge.reached("resolve cancelled")
         return
     judge.reached("resolve degraded" if prefix.degraded else "resolve hit" if hit else "resolve miss")
     if hit:
-        clause = "D2" if asked.scope else "R4"
+        clause = "D2" if asked.scope else "R2" if node.tp > 1 else "R4"
         right = node.right(asked, pages, hit)
         judge.holds(clause, ok=right, text=f"a hit of {hit} tokens of stream {asked.stream} holds other rows")
-        judge.counts.clauses["R2"] += len(node.memory[0]) > 1
         early = [item for item in node.waited.values() if item.kind == "reset" and not item.task.done()]
         passed = any(item.begun < asked.begun and not item.cancelled for item in early)
         judge.holds("C11", ok=not passed, text="a resolve passed a reset that was asked for before it")
@@ -121,7 +120,8 @@ def _look_at_barrier(world: World, node: Node, number: int, waited: Waited) -> N
     if isinstance(value, ResetReport):
         _reset(world, node, waited, value)
     elif waited.kind == "handoff":
-        judge.counts.clauses["C7"] += 1
+        whole = not value.settled or value.saved + sum(value.failed.values()) == value.pages
+        judge.holds("C7", ok=whole, text=f"a handoff whose pages are not all told of: {value}")
         judge.reached("handoff settled" if value.settled else "handoff not settled")
     else:
         judge.reached(f"{waited.kind} {'reached' if value else 'missed'}")
@@ -370,7 +370,9 @@ def _restore(world: World, node: Node) -> None:
         node.asked[-1 - stream] = asked
         _serve_all(world)
         if asked.prefix is not None:
-            world.judge.holds("R7", ok=asked.judged)
+            hold, hit = asked.prefix.hold, asked.prefix.hit_tokens
+            right = node.right(asked, [] if hold is None else hold.pages.tolist(), hit)
+            world.judge.holds("R7", ok=right, text=f"stream {stream} came back from the tiers as another")
             world.judge.reached("restored" if asked.prefix.hit_tokens else "not restored")
             asked.prefix.release()
         node.asked.clear()
