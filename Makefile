@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup conformance test lint types tests test-slow test-wheel clean
+.PHONY: setup conformance test lint types tests test-slow test-cuda test-wheel clean
 
 setup: $(READY)
 
@@ -35,11 +35,15 @@ types: setup
 	$(BIN)/mypy
 
 tests: setup
-	$(BIN)/python -m pytest -m "not slow and not wheel"
+	$(BIN)/python -m pytest -m "not slow and not cuda and not wheel"
 
 # Longer seeds of the same properties.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Needs a CUDA device, and a torch built for it.
+test-cuda: setup
+	$(BIN)/python -m pytest -m cuda
 
 # Builds the wheels, installs them into an empty environment outside the clone, certifies there.
 test-wheel: setup

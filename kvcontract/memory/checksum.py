@@ -39,8 +39,36 @@ def crc32c_iov(address: Iterable[int], length_bytes: Iterable[int], value: int =
     return value
 
 
+Cut = tuple[int, int, int]
+"""A piece of a record, where in it, and how many bytes."""
+
+
+def cuts(length_bytes: Sequence[int], segments: Sequence[int]) -> list[list[Cut]]:
+    """Where each segment of a record lies.
+
+    Args:
+        length_bytes: of each piece of a record, in order.
+        segments: bytes of each segment; they add up to the pieces.
+    """
+    if sum(length_bytes) != sum(segments):
+        raise InternalFault(f"pieces of {sum(length_bytes)} B cannot be segments of {sum(segments)} B")
+    ends = list(accumulate(segments))
+    found: list[list[Cut]] = [[] for _ in segments]
+    at, segment = 0, 0
+    for piece, size in enumerate(length_bytes):
+        inside = 0
+        while inside < size:
+            while at == ends[segment]:
+                segment += 1
+            step = min(size - inside, ends[segment] - at)
+            found[segment].append((piece, inside, step))
+            inside += step
+            at += step
+    return found
+
+
 class SegmentSums:
-    """Sums the segments of records whose pieces have the same lengths.
+    """Sums the segments of records whose pieces have the same lengths; of host memory.
 
     Args:
         length_bytes: of each piece of a record, in order.
@@ -48,20 +76,7 @@ class SegmentSums:
     """
 
     def __init__(self, length_bytes: Sequence[int], segments: Sequence[int]) -> None:
-        if sum(length_bytes) != sum(segments):
-            raise InternalFault(f"pieces of {sum(length_bytes)} B cannot be segments of {sum(segments)} B")
-        ends = list(accumulate(segments))
-        self._cuts: list[list[tuple[int, int, int]]] = [[] for _ in segments]
-        at, segment = 0, 0
-        for piece, size in enumerate(length_bytes):
-            inside = 0
-            while inside < size:
-                while at == ends[segment]:
-                    segment += 1
-                step = min(size - inside, ends[segment] - at)
-                self._cuts[segment].append((piece, inside, step))
-                inside += step
-                at += step
+        self._cuts = cuts(length_bytes, segments)
 
     def sums(self, address: NDArray[np.int64]) -> NDArray[np.uint32]:
         """crc32c of each segment.

@@ -12,7 +12,7 @@ Elements are moved as integers: NaN payloads and -0.0 survive.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -27,9 +27,14 @@ from kvcontract.contract.layout import ArenaLayout, FieldLayout, held
 from kvcontract.contract.model import TOKEN_AXIS
 from kvcontract.contract.wire import WireRecord
 from kvcontract.memory.binding import ArenaBinding, Binding, as_bytes, typed_view
+from kvcontract.memory.grains import Grains, Runs, has_kernels, on_device
+from kvcontract.memory.host import copy_runs
 
 MIN_RUN_BYTES: Final = 4096
-"""Records of several runs are moved run by run only if none is shorter; below, staging is faster."""
+"""In host memory, records of several runs are moved run by run only if none is shorter."""
+
+MIN_DEVICE_RUN_BYTES: Final = 512 * 1024
+"""The same of a device, where each copy costs more, and of one run, too."""
 
 Blocks = NDArray[np.integer[Any]]
 
@@ -40,11 +45,15 @@ class Program(Protocol):
     """Moves blocks to and from the payload of one record.
 
     Attributes:
+        binding: where the blocks lie.
+        grains: a table for our kernel; None where torch moves the blocks.
         payload_bytes: of one record.
         direct: whether `buffers` may be used; `gather` and `scatter` always work.
         complete: whether the worker holds all of the record; if not, `scatter` writes what it holds.
     """
 
+    binding: Binding
+    grains: Grains | None
     payload_bytes: int
     direct: bool
     complete: bool
@@ -90,11 +99,15 @@ class CopyProgram:
     ) -> None:
         self.payload_bytes = record.payload_bytes
         self.complete = complete
-        self._binding = binding
+        self.binding = binding
         self._copies = copies
-        runs = all(len(copy.dims) == 1 for copy in copies)
-        long = len(copies) == 1 or all(copy.run_bytes >= MIN_RUN_BYTES for copy in copies)
-        self.direct = complete and runs and long and binding.device.type == "cpu"
+        runs, shortest = all(len(copy.dims) == 1 for copy in copies), min(copy.run_bytes for copy in copies)
+        host = binding.device.type == "cpu"
+        long = (host and len(copies) == 1) or shortest >= (MIN_RUN_BYTES if host else MIN_DEVICE_RUN_BYTES)
+        self.direct = complete and runs and long
+        self.grains = None
+        if binding.device.type == "cuda" and has_kernels():
+            self.grains = Grains.of(self.runs(), record.payload_bytes, binding.device)
         unit = math.gcd(record.payload_bytes, *(_unit_of(copy) for copy in copies))
         self._unit_bytes, self._unit = next(item for item in _UNITS if unit % item[0] == 0)
         self._views = [self._device_view(copy) for copy in copies]
@@ -146,8 +159,8 @@ class CopyProgram:
             UsageFault: the program is not direct, or a block id is out of range.
         """
         if not self.direct:
-            raise UsageFault("the payload is not made of long runs in host memory; gather it instead")
-        ids = checked_blocks(self._binding, blocks)
+            raise UsageFault("the payload is not made of long runs of bytes; gather it instead")
+        ids = checked_blocks(self.binding, blocks)
         bases = np.array([copy.storage.data_ptr() + copy.device_offset for copy in self._copies], np.int64)
         strides = np.array([copy.block_stride for copy in self._copies], np.int64)
         return bases + ids[:, None] * strides, tuple(copy.run_bytes for copy in self._copies)
@@ -160,8 +173,11 @@ class CopyProgram:
         """
         if not self.complete:
             raise UsageFault("this worker holds only a part of the record; it can be read, not written")
+        if self._in_host_runs(out):
+            self._move(blocks, out, to_wire=True)
+            return
         index = self._index(blocks, out)
-        staged = out if out.device == self._binding.device else torch.empty_like(out, device=index.device)
+        staged = out if out.device == self.binding.device else torch.empty_like(out, device=index.device)
         for copy, view in zip(self._copies, self._views, strict=True):
             self._wire_view(copy, staged).copy_(view.index_select(0, index))
         if staged is not out:
@@ -173,19 +189,46 @@ class CopyProgram:
         Raises:
             UsageFault: a block id is out of range or repeated, or `staged` has another shape.
         """
-        index = self._index(blocks, staged)
         if len(np.unique(blocks)) != len(blocks):
             raise UsageFault("a block is written twice by one copy")
-        source = staged.to(self._binding.device)
+        if self._in_host_runs(staged):
+            self._move(blocks, staged, to_wire=False)
+            return
+        index = self._index(blocks, staged)
+        source = staged.to(self.binding.device)
         for copy, view in zip(self._copies, self._views, strict=True):
             view.index_copy_(0, index, self._wire_view(copy, source))
 
+    def _in_host_runs(self, staged: Tensor) -> bool:
+        return self.direct and staged.device.type == self.binding.device.type == "cpu"
+
+    def _move(self, blocks: Blocks, staged: Tensor, *, to_wire: bool) -> None:
+        """Run by run: no copy between, and neighbours are one run."""
+        check_staged(staged, len(blocks), self.payload_bytes)
+        pages, lengths = self.buffers(blocks)
+        size = np.array(lengths, np.int64)
+        rows = staged.data_ptr() + self.payload_bytes * np.arange(len(pages), dtype=np.int64)
+        wire = rows[:, None] + (np.cumsum(size) - size)
+        sides = (wire, pages) if to_wire else (pages, wire)
+        copy_runs(sides[0].ravel(), sides[1].ravel(), np.broadcast_to(size, pages.shape).ravel())
+
+    def runs(self) -> Iterator[Runs]:
+        """Every contiguous piece that is moved, as addresses of block 0."""
+        for copy in self._copies:
+            device = np.array([copy.storage.data_ptr() + copy.device_offset], np.int64)
+            wire = np.array([copy.wire_offset], np.int64)
+            for size, step, wire_step in copy.dims[:-1]:
+                at = np.arange(size, dtype=np.int64)
+                device = (device[:, None] + at * step).ravel()
+                wire = (wire[:, None] + at * wire_step).ravel()
+            yield Runs(device, copy.block_stride, wire, copy.run_bytes)
+
     def _index(self, blocks: Blocks, staged: Tensor) -> Tensor:
-        ids = checked_blocks(self._binding, blocks)
+        ids = checked_blocks(self.binding, blocks)
         check_staged(staged, len(ids), self.payload_bytes)
         if staged.storage_offset() % self._unit_bytes:
             raise UsageFault(f"staging begins at byte {staged.storage_offset()}, not on {self._unit_bytes} B")
-        return torch.from_numpy(ids).to(self._binding.device)
+        return on_device(ids, self.binding.device)
 
     def _device_view(self, copy: _Strided) -> Tensor:
         sizes, strides = self._shape(copy, 1)

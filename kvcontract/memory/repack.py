@@ -22,6 +22,7 @@ from kvcontract.contract.model import Conversion, KvModel
 from kvcontract.contract.wire import WireRecord
 from kvcontract.memory.binding import Binding, torch_dtype, typed_view
 from kvcontract.memory.copy import Blocks, CopyProgram, Program, check_staged, checked_blocks
+from kvcontract.memory.grains import Grains
 
 Views = dict[str, Tensor]
 Convert = Callable[[Views, Views], None]
@@ -80,6 +81,7 @@ class ConvertProgram:
 
     direct = False
     complete = True
+    grains: Grains | None = None
 
     def __init__(self, binding: Binding, record: WireRecord, conversion: Conversion, tp: int = 1) -> None:
         faults = []
@@ -98,7 +100,7 @@ class ConvertProgram:
         if faults:
             raise UsageFault(f"part {record.part.name} cannot be converted:\n  " + "\n  ".join(faults))
         self.payload_bytes = record.payload_bytes
-        self._binding = binding
+        self.binding = binding
         self._conversion = conversion
         self._to_wire, self._from_wire = resolve(conversion.to_wire), resolve(conversion.from_wire)
         groups = set(record.part.groups)
@@ -123,7 +125,7 @@ class ConvertProgram:
             UsageFault: a block id is out of range, or `out` has another shape.
             PluginFault: the callable raised.
         """
-        ids = checked_blocks(self._binding, blocks)
+        ids = checked_blocks(self.binding, blocks)
         check_staged(out, len(ids), self.payload_bytes)
         scratch, wire = self._scratch()
         for row, block in enumerate(ids.tolist()):
@@ -138,7 +140,7 @@ class ConvertProgram:
             UsageFault: a block id is out of range, or `staged` has another shape.
             PluginFault: the callable raised.
         """
-        ids = checked_blocks(self._binding, blocks)
+        ids = checked_blocks(self.binding, blocks)
         check_staged(staged, len(ids), self.payload_bytes)
         scratch, wire = self._scratch()
         for row, block in enumerate(ids.tolist()):
@@ -149,7 +151,7 @@ class ConvertProgram:
         return {name: view[block] for name, view in self._device.items()}
 
     def _scratch(self) -> tuple[Tensor, Views]:
-        scratch = torch.empty(self.payload_bytes, dtype=torch.uint8, device=self._binding.device)
+        scratch = torch.empty(self.payload_bytes, dtype=torch.uint8, device=self.binding.device)
         wire = {
             f"{arena.name}/{field.name}": typed_view(
                 scratch,

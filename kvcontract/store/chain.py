@@ -45,7 +45,9 @@ class Shard:
         self.record, self.program, self.writes = record, program, writes
         self.template = FrameTemplate(identity, record.segments)
         none = np.empty(0, np.int64)
-        self.lengths = program.buffers(none)[1] if program.direct else (record.payload_bytes,)
+        # What lies on a device is nowhere that a tier can reach.
+        self.direct = program.direct and program.binding.device.type == "cpu"
+        self.lengths = program.buffers(none)[1] if self.direct else (record.payload_bytes,)
         self.summer = SegmentSums(self.lengths, record.segments)
         self.batch_records = max(1, batch_bytes // record.payload_bytes)
 
@@ -68,7 +70,7 @@ class Landing:
         self.shard, self.blocks = shard, blocks
         self.headers = np.zeros((len(blocks), shard.template.header_bytes), np.uint8)
         self.staged: Staged | None = None
-        if shard.program.direct:
+        if shard.direct:
             self.address, _ = shard.program.buffers(blocks)
         else:
             self.staged = Staged(shard.program, blocks)
@@ -214,7 +216,7 @@ class Chain:
     def _issue(self) -> bool:
         column, pages = self._batches[0]
         shard, blocks = self._job.shards[column], self._job.blocks[pages]
-        need = 0 if shard.program.direct else len(blocks) * shard.record.payload_bytes
+        need = 0 if shard.direct else len(blocks) * shard.record.payload_bytes
 
         def granted() -> None:
             self._granted = need

@@ -1,0 +1,129 @@
+"""A copy program as a table, so that one kernel moves all arenas of a batch.
+
+A payload is a row of *grains*, the largest pieces of one size that are contiguous on both sides and aligned
+to each other.  Where grain g of a block lies is `address[g] + block * stride[g]`: slices, permutations and
+arenas apart are all the same to the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+TILE_BYTES: Final = 16 * 1024
+"""What one program of the kernel copies."""
+
+MOST_GRAINS: Final = 2**20
+"""A longer table would cost more to read than the payload."""
+
+_WORDS: Final = (8, 4, 2, 1)
+
+
+@cache
+def has_kernels() -> bool:
+    """Whether triton is there."""
+    return find_spec("triton") is not None
+
+
+def on_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Some numbers for the current stream of a device; the host waits for nothing."""
+    made = torch.from_numpy(np.ascontiguousarray(numbers))
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Contiguous pieces that a copy moves.
+
+    Attributes:
+        address: int64[r], where each lies in block 0.
+        stride_bytes: of all of them, from block to block.
+        wire: int64[r], where each lies in the payload.
+        bytes: of each.
+    """
+
+    address: NDArray[np.int64]
+    stride_bytes: int
+    wire: NDArray[np.int64]
+    bytes: int
+
+
+class Grains:
+    """The table, on the device that the pages lie on.
+
+    Args:
+        address: int64[g], where each grain of block 0 lies; 0: nowhere.
+        stride: int64[g], bytes from block to block.
+        grain_bytes: of each.
+        word_bytes: what addresses and strides are multiples of; 1, 2, 4 or 8.
+        device: of the pages.
+    """
+
+    def __init__(
+        self,
+        address: NDArray[np.int64],
+        stride: NDArray[np.int64],
+        grain_bytes: int,
+        word_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self.grain_bytes, self.word_bytes = grain_bytes, word_bytes
+        self._words = len(address) * grain_bytes // word_bytes
+        self._address = torch.from_numpy(address).to(device)
+        self._stride = torch.from_numpy(stride).to(device)
+
+    @classmethod
+    def of(cls, runs: Iterable[Runs], payload_bytes: int, device: torch.device) -> Grains | None:
+        """The table of some runs; None if it would be too long."""
+        found = list(runs)
+        starts = [int(np.gcd.reduce(run.wire)) for run in found]
+        grain = math.gcd(payload_bytes, *starts, *(run.bytes for run in found))
+        if payload_bytes // grain > MOST_GRAINS:
+            return None
+        count = payload_bytes // grain
+        address, stride = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        for run in found:
+            inside = np.arange(run.bytes // grain, dtype=np.int64)
+            at = (run.wire[:, None] // grain + inside).ravel()
+            address[at] = (run.address[:, None] + inside * grain).ravel()
+            stride[at] = run.stride_bytes
+        steps = math.gcd(grain, int(np.gcd.reduce(address)), int(np.gcd.reduce(stride)))
+        return cls(address, stride, grain, next(size for size in _WORDS if steps % size == 0), device)
+
+    def table(self) -> NDArray[np.int64]:
+        """int64[grains, 2]: where each grain of block 0 lies, or 0, and its bytes from block to block."""
+        return torch.stack([self._address, self._stride], 1).cpu().numpy()
+
+    def move(self, ids: Tensor, wire: Tensor, *, to_wire: bool) -> None:
+        """Copy blocks to payloads, or back, on the current stream.
+
+        Args:
+            ids: int64[n], blocks that exist; none twice when pages are written.
+            wire: int64[n], where each payload lies, in multiples of `word_bytes`.
+            to_wire: the direction.
+        """
+        from kvcontract.memory import kernels  # noqa: PLC0415 - only where triton is
+
+        tile = TILE_BYTES // self.word_bytes
+        kernels.move[-(-self._words // tile), len(ids)](
+            self._address,
+            self._stride,
+            ids,
+            wire,
+            self._words,
+            GRAIN=self.grain_bytes // self.word_bytes,
+            TILE=tile,
+            WORD=kernels.UNITS[self.word_bytes],
+            WORD_BYTES=self.word_bytes,
+            TO_WIRE=to_wire,
+            num_warps=8,
+        )

@@ -1,0 +1,219 @@
+"""crc32c as a device computes it: many lanes, each over every n-th unit, joined by linear algebra.
+
+The sum of a segment without the usual inversions is linear over GF(2): it is the exclusive or of what each
+unit alone would give.  Advancing a state over zeros is multiplication by a 32 x 32 matrix of bits, kept as
+its columns.  So a segment is cut into parts, a part into lanes, and what they find is advanced to the
+segment's end and added up.  The inversions add the sum of as many zero bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcontract.memory.checksum import crc32c, cuts
+
+LANES: Final = 1024
+PART_BYTES: Final = 256 * 1024
+"""Bytes that one program sums: enough parts to fill a device, few enough to join cheaply."""
+
+_POLYNOMIAL: Final = 0x82F63B78  # Castagnoli, reflected
+_BITS: Final = 32
+_ZEROS: Final = bytes(64 * 1024)
+_MASK: Final = 0xFFFFFFFF
+
+Columns = NDArray[np.uint32]
+"""uint32[32]: what a matrix makes of each bit of a state."""
+
+
+def _apply(matrix: Columns, states: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """A matrix times states, uint32[...]."""
+    found = np.zeros_like(states)
+    for bit in range(_BITS):
+        found ^= np.where((states >> np.uint32(bit)) & np.uint32(1), matrix[bit], np.uint32(0))
+    return found
+
+
+@cache
+def _power(unit_bytes: int, log: int) -> Columns:
+    """The matrix that advances a state over 2 ** log units of zeros."""
+    if log:
+        half = _power(unit_bytes, log - 1)
+        return _apply(half, half)
+    columns = []
+    for bit in range(_BITS):
+        state = 1 << bit
+        for _ in range(8 * unit_bytes):
+            state = (state >> 1) ^ (_POLYNOMIAL if state & 1 else 0)
+        columns.append(state)
+    return np.array(columns, np.uint32)
+
+
+def advance(unit_bytes: int, units: int) -> Columns:
+    """The matrix that advances a state over some units of zeros."""
+    found = np.uint32(1) << np.arange(_BITS, dtype=np.uint32)
+    log = 0
+    while units >> log:
+        if units >> log & 1:
+            found = _apply(_power(unit_bytes, log), found)
+        log += 1
+    return found
+
+
+def _step_table(unit_bytes: int) -> NDArray[np.uint32]:
+    """uint32[4, 256]: a state's bytes after LANES units of zeros."""
+    values = np.arange(256, dtype=np.uint32)
+    matrix = advance(unit_bytes, LANES)
+    return np.stack([_apply(matrix, values << np.uint32(8 * byte)) for byte in range(4)])
+
+
+def _lane_table(unit_bytes: int) -> NDArray[np.uint32]:
+    """uint32[32, LANES]: each bit of lane l's state after the LANES - 1 - l units that follow it."""
+    table = np.empty((LANES, _BITS), np.uint32)
+    table[LANES - 1] = np.uint32(1) << np.arange(_BITS, dtype=np.uint32)
+    one = _power(unit_bytes, 0)
+    for lane in range(LANES - 2, -1, -1):
+        table[lane] = _apply(one, table[lane + 1])
+    return np.ascontiguousarray(table.T)
+
+
+@cache
+def _of_zeros(size: int) -> int:
+    value = 0
+    while size:
+        step = min(size, len(_ZEROS))
+        value = crc32c(memoryview(_ZEROS)[:step], value)
+        size -= step
+    return value
+
+
+def _on(device: torch.device, array: NDArray[np.uint32]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.int32)).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Of one unit, on one device."""
+
+    step: Tensor
+    lanes: Tensor
+
+
+@cache
+def _tables(unit_bytes: int, device: torch.device) -> _Tables:
+    return _Tables(_on(device, _step_table(unit_bytes)), _on(device, _lane_table(unit_bytes)))
+
+
+class LaneSums:
+    """Sums the segments of records on a device.
+
+    Args:
+        length_bytes: of each piece of a record, in order.
+        segments: bytes of each segment; they add up to the pieces.
+        device: where the records lie.
+        part_bytes: what one program sums.
+    """
+
+    def __init__(
+        self,
+        length_bytes: Sequence[int],
+        segments: Sequence[int],
+        device: torch.device,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        found = cuts(length_bytes, segments)
+        odd = any(inside % 4 or size % 4 for cut in found for _, inside, size in cut)
+        self.unit_bytes = 1 if odd else 4
+        self.pieces, self.segments = len(length_bytes), len(segments)
+        self._parts: list[tuple[int, int, int, int]] = []
+        columns = []
+        for segment, cut in enumerate(found):
+            left = segments[segment]
+            for piece, inside, size in cut:
+                for at in range(0, size, part_bytes):
+                    step = min(part_bytes, size - at)
+                    left -= step
+                    self._parts.append((piece, inside + at, step // self.unit_bytes, segment))
+                    columns.append(advance(self.unit_bytes, left // self.unit_bytes + 1))
+        self._columns = _on(device, np.stack(columns))
+        self._table = torch.tensor(self._parts, dtype=torch.int64).to(device)
+        zeros = np.array([_of_zeros(size) for size in segments], np.uint32)
+        self._of_zeros = _on(device, zeros)
+        self._tables = _tables(self.unit_bytes, device)
+
+    def sums(self, address: Tensor) -> Tensor:
+        """crc32c of each segment, by our kernel, on the current stream.
+
+        Args:
+            address: int64[n, pieces], where each piece of each record begins; multiples of `unit_bytes`.
+
+        Returns:
+            int32[n, segments], the bits of the sums.
+        """
+        from kvcontract.memory import kernels  # noqa: PLC0415 - only where triton is
+
+        out = self._of_zeros.repeat(len(address), 1)
+        tables = self._tables
+        kernels.sum_parts[len(self._parts), len(address)](
+            address,
+            self._table,
+            self._columns,
+            tables.step,
+            tables.lanes,
+            out,
+            self.pieces,
+            self.segments,
+            LANES=LANES,
+            UNIT=kernels.UNITS[self.unit_bytes],
+            num_warps=8,
+        )
+        return out
+
+    def reference(self, payloads: Tensor) -> Tensor:
+        """The same of uint8[n, payload_bytes] in one piece, in torch: for devices without triton.
+
+        Raises:
+            UsageFault: records of several pieces.
+        """
+        tables = self._tables
+        step, lanes = tables.step.long() & _MASK, tables.lanes.long() & _MASK
+        out = (self._of_zeros.long() & _MASK).repeat(len(payloads), 1)
+        for (_, offset, units, segment), columns in zip(self._parts, self._columns, strict=True):
+            rows = -(-units // LANES)
+            data = payloads[:, offset : offset + units * self.unit_bytes]
+            padded = torch.zeros(
+                len(data), rows * LANES * self.unit_bytes, dtype=torch.uint8, device=data.device
+            )
+            padded[:, padded.shape[1] - data.shape[1] :] = data
+            words = padded if self.unit_bytes == 1 else padded.view(torch.int32)
+            words = words.view(len(data), rows, LANES)
+            state = words[:, 0].long() & _MASK
+            for row in range(1, rows):
+                state = (
+                    step[0][state & 255]
+                    ^ step[1][state >> 8 & 255]
+                    ^ step[2][state >> 16 & 255]
+                    ^ step[3][state >> 24]
+                    ^ (words[:, row].long() & _MASK)
+                )
+            root = _folded(state, lanes)
+            out[:, segment] ^= _folded(root[:, None].expand(-1, 1), (columns.long() & _MASK)[:, None])
+        return out.to(torch.int32)
+
+
+def _folded(states: Tensor, columns: Tensor) -> Tensor:
+    """Multiply int64[n, lanes] by lanes' matrices [32, lanes] and add up: int64[n]."""
+    moved = torch.zeros_like(states)
+    for bit in range(_BITS):
+        moved ^= torch.where((states >> bit & 1) != 0, columns[bit], 0)
+    while moved.shape[1] > 1:
+        half = moved.shape[1] // 2
+        moved = moved[:, :half] ^ moved[:, half:]
+    return moved[:, 0]

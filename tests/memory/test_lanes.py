@@ -1,0 +1,54 @@
+"""Sums as a device computes them, in torch on the host, against the checksum library."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcontract.contract.errors import InternalFault
+from kvcontract.memory.checksum import SegmentSums, crc32c
+from kvcontract.memory.lanes import LANES, LaneSums, advance
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    segments=st.lists(st.integers(1, 3 * 4 * LANES), min_size=1, max_size=4),
+    unit=st.sampled_from([1, 4, 8]),
+    part_bytes=st.sampled_from([64, 4096, 256 * 1024]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_e7_lanes_sum_like_the_library(segments: list[int], unit: int, part_bytes: int, seed: int) -> None:
+    """E7: segments of any length, in parts and lanes, have the sums that the library gives them."""
+    sizes = tuple(max(1, size // unit) * unit for size in segments)
+    data = np.random.default_rng(seed).integers(0, 256, (2, sum(sizes)), dtype=np.uint8)
+    at = data.ctypes.data + np.array([[0], [sum(sizes)]], np.int64)
+    want = SegmentSums((sum(sizes),), sizes).sums(at)
+    sums = LaneSums((sum(sizes),), sizes, CPU, part_bytes)
+    assert sums.unit_bytes == (4 if all(size % 4 == 0 for size in sizes) else 1)
+    found = sums.reference(torch.from_numpy(data))
+    assert np.array_equal(found.numpy().view(np.uint32), want)
+    assert np.array_equal(sums.reference(torch.from_numpy(data)).numpy(), found.numpy())
+
+
+@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize("units", [0, 1, 2, 1000, 123_457])
+def test_advancing_is_appending_zeros(unit: int, units: int) -> None:
+    """A state that is advanced is the state after as many zeros."""
+    state = 0x12345678
+    moved = 0
+    for bit, column in enumerate(advance(unit, units).tolist()):
+        moved ^= column if state >> bit & 1 else 0
+    # The library inverts on its way in and out.
+    inverted = 0xFFFFFFFF
+    assert crc32c(bytes(unit * units), state ^ inverted) ^ inverted == moved
+
+
+def test_sums_are_refused_where_segments_are_not_the_pieces() -> None:
+    """Pieces and segments of different lengths are our fault, and said."""
+    with pytest.raises(InternalFault, match="pieces of 8 B"):
+        LaneSums((8,), (4, 8), CPU)
