@@ -29,7 +29,7 @@ from kvcontract.contract.errors import KvContractError, UsageFault
 from kvcontract.contract.model import KvModel
 
 SCHEMA: Final = "kvc.trace/1"
-STEPS: Final = 112
+STEPS: Final = 105
 """Actions of a seed, before everything is brought to its end."""
 
 _MOST_PLAYS: Final = 1500

@@ -297,6 +297,11 @@ def finish(world: World) -> None:
         node.cache = node.keep = True
         for front in node.fronts:
             front.frozen = False
+        for asked in node.open:
+            if asked.policy.full_hit:  # nobody will produce what it waits for
+                asked.cancelled = True
+                asked.token.cancel()
+    world.loop.settle()
     _serve_all(world)
     for node in world.nodes:
         _let_go(world, node)
@@ -360,7 +365,7 @@ def _restore(world: World, node: Node) -> None:
     """With nothing on the device, what tiers have comes back as it was, or not at all (R7)."""
     node.store.set_retention(False)
     node.store.set_retention(True)
-    for stream in range(world.step % 2, len(PARENTS), 2):
+    for stream in (world.step % len(PARENTS),):
         scope, rank = stream % len(SCOPES), stream % len(node.pools)
         tokens = world.prompts.tokens(stream, world.prompts.length - 1)
         policy, deadline = ResolvePolicy(deadline_s=5.0), world.now + 5.0

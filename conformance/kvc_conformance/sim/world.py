@@ -37,8 +37,8 @@ Action = dict[str, Any]
 
 VERBS: Final[dict[str, Callable[[Any, Action], bool]]] = {**callers.VERBS, **nature.VERBS}
 
-AUDIT_EVERY: Final = 20
-_AUDITED_RELEASES: Final = 6
+AUDIT_EVERY: Final = 35
+_AUDITED_RELEASES: Final = 12
 
 
 class World:
