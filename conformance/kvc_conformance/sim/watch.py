@@ -152,6 +152,7 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
     judge.reached("reset done" if report.done else "reset not done")
     if not report.done:
         return
+    node.landed.clear()
     for front in node.fronts:
         front.owed.clear()
     active = [live for live in node.live.values() if live.begun < waited.begun and not live.req.preempted]
