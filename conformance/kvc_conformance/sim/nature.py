@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from kvc_conformance.sim.node import Front, Node
+from kvc_conformance.sim.watch import SLACK_S
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import ManualLane
 from kvcontract.tiers.fault import FAULTS_OF, Fault, FaultKind
@@ -14,7 +15,6 @@ from kvcontract.tiers.fault import FAULTS_OF, Fault, FaultKind
 if TYPE_CHECKING:
     from kvc_conformance.sim.world import Action, World
 
-SLACK_S: Final = 1e-6
 _MASK_BITS: Final = 16
 
 

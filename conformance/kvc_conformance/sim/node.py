@@ -21,6 +21,7 @@ from kvcontract.memory.copy import holds
 from kvcontract.pool.index import Keys
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.request import RequestKv
+from kvcontract.store.marks import names_of
 from kvcontract.store.policy import CancelToken, KvPrefix, ResolvePolicy
 from kvcontract.store.rank import Rank
 from kvcontract.store.saves import SealReport
@@ -33,6 +34,7 @@ from kvcontract.tiers.base import (
     Op,
     RecordKeys,
     SaveClass,
+    key_bytes,
     record_keys,
 )
 from kvcontract.tiers.dram import DramTier
@@ -63,7 +65,7 @@ class Shelf(DramTier):
         self.doubtful: set[bytes] = set()
         self.losses: Counter[bytes] = Counter()
         self.untold = False
-        self.on_loss(lambda keys, _: self._lost(record_names(keys)))
+        self.on_loss(lambda keys, _: self._lost(key_bytes(keys)))
 
     def _lost(self, names: Sequence[bytes]) -> None:
         self.kept.difference_update(names)
@@ -81,7 +83,7 @@ class Shelf(DramTier):
     ) -> Op:
         """Keeps what was stored."""
         op = super().save(keys, buffers, cls, deadline, handoff=handoff)
-        names = record_names(keys)
+        names = key_bytes(keys)
         op.on_done(lambda codes: self.kept.update(names[at] for at in np.flatnonzero(codes == Code.OK)))
         return op
 
@@ -300,7 +302,7 @@ class Node:
         counted: Counter[bytes] = Counter()
         for call in front.calls:
             if call.verb == "load":
-                counted.update(record_names(call.keys))
+                counted.update(key_bytes(call.keys))
         return counted
 
     def right(self, item: Live | Asked, pages: Sequence[int], tokens: int) -> bool:
@@ -339,13 +341,6 @@ def page_bytes(prompts: Prompts) -> int:
     return sum(record.payload_bytes + header_bytes(len(record.segments)) for record in _wire(prompts))
 
 
-def page_names(keys: RecordKeys) -> list[bytes]:
+def page_names(keys: RecordKeys) -> Sequence[bytes]:
     """The page key of each record, as 16 bytes."""
-    packed = np.ascontiguousarray(keys["page_key"]).tobytes()
-    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
-
-
-def record_names(keys: RecordKeys) -> list[bytes]:
-    """Each record key, as bytes."""
-    packed, size = keys.tobytes(), keys.dtype.itemsize
-    return [packed[at : at + size] for at in range(0, len(packed), size)]
+    return names_of(keys["page_key"])

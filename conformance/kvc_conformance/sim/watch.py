@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvc_conformance.sim.node import Asked, Front, Node, Waited, page_names, record_names
+from kvc_conformance.sim.node import Asked, Front, Node, Waited, page_names
 from kvc_conformance.sim.prompts import PARENTS, SCOPES
 from kvcontract.contract.errors import UsageFault
 from kvcontract.store.control import ResetReport
 from kvcontract.store.policy import CancelToken, KvPrefix, ResolvePolicy
-from kvcontract.tiers.base import Code, Codes
+from kvcontract.tiers.base import Code, Codes, key_bytes
 from kvcontract.tiers.fault import Call, Fault
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _look_at_owed(world: World, node: Node, counters: Mapping[str, int]) -> None
         if front.inner.untold or failed:
             continue
         for page, records in owed.items():
-            if not front.inner.doubtful.isdisjoint(record_names(records)):
+            if not front.inner.doubtful.isdisjoint(key_bytes(records)):
                 continue
             clause = "C4" if page in front.failed else "C3"
             there = front.inner.has(records)
@@ -261,7 +261,7 @@ def called(world: World, node: Node, front: Front, call: Call) -> None:
 def _load_called(world: World, node: Node, front: Front, call: Call) -> None:
     most = len(node.pools) * node.readers[int(call.keys["shard"][0])]
     loading = node.loading(front)
-    times = max(loading[name] for name in record_names(call.keys))
+    times = max(loading[name] for name in key_bytes(call.keys))
     world.judge.holds("A16", ok=times <= most, text=f"a record is being loaded {times} times at once")
     first = not int(call.keys["shard"][0])  # the others follow, and much may happen in between
     if first and len(node.pools) == 1 and not world.setting.manual:
@@ -277,7 +277,7 @@ def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | No
     late = world.now > call.deadline
     whole = fault is None and bool((np.asarray(codes) == Code.OK).all())
     world.judge.reached(f"load {'ok' if whole else 'failed'}{' late' if late else ''}")
-    for name, page in zip(record_names(call.keys), page_names(call.keys), strict=True):
+    for name, page in zip(key_bytes(call.keys), page_names(call.keys), strict=True):
         if not whole or name in front.inner.doubtful:
             node.landing.pop(page, None)
         elif page in node.landing:

@@ -7,7 +7,7 @@ does not fit the moment does nothing, so that a trace stays playable when action
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvc_conformance.sim import callers, nature, watch
@@ -19,7 +19,6 @@ from kvc_conformance.sim.node import (
     Node,
     make_shelf,
     page_names,
-    record_names,
     records_of,
 )
 from kvc_conformance.sim.prompts import Prompts
@@ -30,7 +29,7 @@ from kvcontract.core.pending import Pending
 from kvcontract.pool.index import Keys
 from kvcontract.pool.pool import BlockPool
 from kvcontract.store.saves import SealReport
-from kvcontract.tiers.base import Code, Codes
+from kvcontract.tiers.base import Code, Codes, key_bytes
 from kvcontract.tiers.fault import Call, Fault, FaultKind
 
 Action = dict[str, Any]
@@ -172,7 +171,7 @@ class World:
         """Let a call through, and note what it does to what is known of the tier."""
         if call.verb == "save":
             kind = None if fault is None else fault.kind
-            written = [name for name in record_names(call.keys) if name not in front.inner.kept]
+            written = [name for name in key_bytes(call.keys) if name not in front.inner.kept]
             if kind in (FaultKind.LIE, FaultKind.FLIP):
                 front.inner.doubtful.update(written)
             elif kind is None:
@@ -190,9 +189,7 @@ class World:
 
     def _saved(self, front: Front, call: Call, fault: Fault | None, codes: Codes) -> None:
         honest = fault is None or fault.kind is not FaultKind.LIE
-        for name, page, code in zip(
-            record_names(call.keys), page_names(call.keys), codes.tolist(), strict=True
-        ):
+        for name, page, code in zip(key_bytes(call.keys), page_names(call.keys), codes.tolist(), strict=True):
             if code == Code.OK:
                 if honest:
                     front.acknowledged[name] = front.inner.losses[name]
@@ -231,7 +228,7 @@ class World:
             records = records_of(self.prompts, keys)
             for at, page in enumerate(keys):
                 mine = records[at * columns : (at + 1) * columns]
-                if front.inner.doubtful.isdisjoint(record_names(mine)):
+                if front.inner.doubtful.isdisjoint(key_bytes(mine)):
                     front.owed[page.tobytes()] = mine
 
         def told(value: SealReport) -> None:
@@ -248,7 +245,7 @@ def _accountable(front: Front) -> bool:
     return setting.telling and setting.pages == AMPLE and not front.inner.untold
 
 
-def _forgive(front: Front, pages: list[bytes]) -> None:
+def _forgive(front: Front, pages: Sequence[bytes]) -> None:
     for page in pages:
         front.owed.pop(page, None)
 
