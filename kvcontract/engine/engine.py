@@ -338,7 +338,7 @@ class Engine(Controls):
         """What an operation may have waited for."""
         found = [f"{count} {name}" for name, count in self.gauges().items() if count and name != "behind"]
         if self.store is not None:
-            gauges = self.store.stats().gauges
+            gauges = self.store.gauges()
             found += [f"{gauges[name]} {name}" for name in ("loads", "saves", "shed") if gauges[name]]
         return tuple(found)
 

@@ -236,17 +236,21 @@ class StoreCore:
         if faults:
             raise UsageFault(f"a full hit cannot be had here: {'; '.join(faults)}")
 
+    def gauges(self) -> dict[str, int]:
+        """What goes on now; every one returns to 0 when idle."""
+        return {
+            "resolving": self.resolver.searching,
+            "waiting_for_room": self.lines.waiting,
+            "loads": len(self.loads.pending),
+            "saves": len(self.sealer.saves),
+            "shed": len(self.sealer.shed),
+            "pins": self.pins.pages,
+            "pinned_blocks": sum(rank.pool.pinned_blocks for rank in self.ranks.values()),
+        }
+
     def stats(self) -> StoreStats:
-        """Counters, and gauges that return to 0 when idle."""
-        return self.tally.read(
-            resolving=self.resolver.searching,
-            waiting_for_room=self.lines.waiting,
-            loads=len(self.loads.pending),
-            saves=len(self.sealer.saves),
-            shed=len(self.sealer.shed),
-            pins=self.pins.pages,
-            pinned_blocks=sum(rank.pool.pinned_blocks for rank in self.ranks.values()),
-        )
+        """Counters and gauges."""
+        return self.tally.read(self.gauges())
 
     def take_events(self) -> list[tuple[str, Event]]:
         """What has happened since the last call: (rank, event) of the devices, ("", event) of the tiers."""

@@ -94,7 +94,7 @@ class Tally:
             found = self._moved.get((tier, direction), Moved())
         return found.bytes_per_s if found.record_bytes >= above_bytes else None
 
-    def read(self, **gauges: int) -> StoreStats:
+    def read(self, gauges: dict[str, int]) -> StoreStats:
         """All of it at one moment, with these gauges."""
         with self._lock:
             moved: dict[str, dict[Direction, Moved]] = {}

@@ -307,6 +307,10 @@ class KvStore:
         """Counters, hit tokens by source, reasons for shorter hits, what moved, gauges (I6)."""
         return self._core.stats()
 
+    def gauges(self) -> dict[str, int]:
+        """The gauges of `stats` alone: cheap enough for every step of a scheduler."""
+        return self._core.gauges()
+
     def tier_stats(self) -> dict[str, dict[str, int]]:
         """Each tier's own counters and gauges."""
         return {tier.name: tier.stats() for tier in self._core.tiers}
@@ -333,7 +337,7 @@ class KvStore:
     @property
     def pinned_blocks(self) -> int:
         """Pages with saves in flight (a gauge)."""
-        return self.stats().gauges["pinned_blocks"]
+        return self.gauges()["pinned_blocks"]
 
     # Its end
 

@@ -78,8 +78,11 @@ class Worker:
         missing = [part.space for part in self.parts if part.space not in bindings]
         if missing:
             raise UsageFault(f"no binding for space(s) {', '.join(missing)}")
+        identity = fingerprint(model).parts
         self._shards = {
-            part.name: _shards(model, part, layout_, bindings[part.space], max_tp, batch_bytes)
+            part.name: _shards(
+                model, part, layout_, bindings[part.space], max_tp, batch_bytes, identity[part.name]
+            )
             for part in self.parts
         }
         self._own_lane = lane is None
@@ -303,10 +306,16 @@ def _at_once() -> None:
 
 
 def _shards(
-    model: KvModel, part: Part, layout_: Layout, binding: Binding, max_tp: int, batch_bytes: int
+    model: KvModel,
+    part: Part,
+    layout_: Layout,
+    binding: Binding,
+    max_tp: int,
+    batch_bytes: int,
+    identity: bytes,
 ) -> list[Shard]:
     """The shards of a part of which this worker holds anything."""
-    count, identity = part.shards(max_tp), fingerprint(model).parts[part.name]
+    count = part.shards(max_tp)
     worker, tp = layout_.worker, layout_.tp
     found = []
     for number in range(count):

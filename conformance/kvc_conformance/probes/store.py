@@ -310,7 +310,7 @@ def mend(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     for tier in made.tiers:
         tier.mend()
     deadline = time.monotonic() + 10.0
-    while made.store.stats().gauges["loads"] and time.monotonic() < deadline:
+    while made.store.gauges()["loads"] and time.monotonic() < deadline:
         time.sleep(0.002)
     return Message({})
 

@@ -14,7 +14,6 @@ import numpy as np
 from kvc_conformance.sim.loop import VirtualLoop
 from kvc_conformance.sim.prompts import SECRET, SPACE, Memory, Prompts
 from kvc_conformance.sim.setting import AMPLE, Setting, TierSetting
-from kvcontract.contract.wire import WireRecord, parts, wire_record
 from kvcontract.core.lane import InlineLane, ManualLane
 from kvcontract.core.pending import Pending
 from kvcontract.memory.copy import holds
@@ -233,7 +232,7 @@ class Node:
         readers: workers that need each shard's record of a page.
         landing: records that have come, of each page that is being loaded.
         landed: pages of which the last one has just come.
-        unasked: pages whose save has ended before any tier was asked.
+        unasked: `not_asked` when pages began to be owed.
     """
 
     def __init__(
@@ -288,6 +287,15 @@ class Node:
         """Resolves that have not ended."""
         return [asked for asked in self.asked.values() if not asked.task.done()]
 
+    def not_asked(self) -> int:
+        """Pages whose save has ended before any tier was asked."""
+        counters = self.store.stats().counters
+        return counters.get("pages_not_saved_expired", 0) + counters.get("pages_not_saved_refused", 0)
+
+    def leases(self) -> int:
+        """Leases on records of the tiers that nobody has released."""
+        return sum(lease.active for front in self.fronts for lease in front.leases)
+
     def saving(self) -> set[bytes]:
         """Page keys of the saves that tiers have not answered."""
         found: set[bytes] = set()
@@ -312,20 +320,12 @@ class Node:
 
 def readers(prompts: Prompts, tp: int) -> tuple[int, ...]:
     """By shard, how many of the workers read its records."""
-    records = _wire(prompts)
-    return tuple(sum(holds(record, worker, tp) for worker in range(tp)) for record in records)
-
-
-def _wire(prompts: Prompts) -> list[WireRecord]:
-    part = parts(prompts.model)[0]
-    shards = part.shards(max(prompts.degrees))
-    return [wire_record(prompts.model, part, shard, shards) for shard in range(shards)]
+    return tuple(sum(holds(record, worker, tp) for worker in range(tp)) for record in prompts.records)
 
 
 def records_of(prompts: Prompts, keys: Keys) -> RecordKeys:
     """[pages * shards], keys of every record of some pages, page by page."""
-    part = parts(prompts.model)[0]
-    shards = part.shards(max(prompts.degrees))
+    part, shards = prompts.part, len(prompts.records)
     columns = [record_keys(keys, part.id, shard, shards) for shard in range(shards)]
     return np.stack(columns, axis=1).reshape(-1)
 
@@ -338,7 +338,7 @@ def make_shelf(prompts: Prompts, setting: TierSetting, clock: Clock) -> Shelf:
 
 def page_bytes(prompts: Prompts) -> int:
     """Bytes of all records of a page."""
-    return sum(record.payload_bytes + header_bytes(len(record.segments)) for record in _wire(prompts))
+    return sum(record.payload_bytes + header_bytes(len(record.segments)) for record in prompts.records)
 
 
 def page_names(keys: RecordKeys) -> Sequence[bytes]:

@@ -21,7 +21,7 @@ from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import held, layout, tp_faults
 from kvcontract.contract.model import TOKEN_AXIS, Arena, Field, KvModel, Scope, WeightIdentity
-from kvcontract.contract.wire import fingerprint
+from kvcontract.contract.wire import fingerprint, parts, wire_record
 from kvcontract.memory.binding import Binding
 from kvcontract.pool.index import Keys
 from kvcontract.pool.keys import FleetSecret, Keyer
@@ -75,6 +75,8 @@ class Prompts:
         page: tokens of a page.
         length: tokens of a stream.
         degrees: degrees of tensor parallelism that it can be cut to here.
+        part: of its records.
+        records: of one page, by shard.
     """
 
     def __init__(self, model: KvModel) -> None:
@@ -83,6 +85,9 @@ class Prompts:
         self.length = STREAM_PAGES * self.page + self.page - 1
         self.keyer = Keyer(fingerprint(model).required, SECRET, self.page)
         self.degrees = tuple(tp for tp in DEGREES if not tp_faults(model, tp))
+        self.part = parts(model)[0]
+        shards = self.part.shards(max(self.degrees))
+        self.records = [wire_record(model, self.part, shard, shards) for shard in range(shards)]
         self._content = Content(model)
         self._tokens = [self._stream(number) for number in range(len(PARENTS))]
         self._keys = {
@@ -96,6 +101,7 @@ class Prompts:
             for page in range(len(keys))
         }
         self.image = functools.cache(self._image)
+        self.space = functools.cache(lambda worker, tp: layout(model, worker, tp).space(SPACE))
 
     def _stream(self, number: int) -> list[int]:
         parent, pages = PARENTS[number]
@@ -157,8 +163,7 @@ class Memory:
     """
 
     def __init__(self, prompts: Prompts, worker: int, tp: int, blocks: int) -> None:
-        space = layout(prompts.model, worker, tp).space(SPACE)
-        self.binding = Binding.allocate(space, blocks)
+        self.binding = Binding.allocate(prompts.space(worker, tp), blocks)
         self._prompts, self._worker, self._tp = prompts, worker, tp
         self._targets = [
             self._target(arena, field) for arena in prompts.model.arenas for field in arena.fields

@@ -10,7 +10,6 @@ from typing import Final
 from kvc_conformance.sim.node import Node
 from kvc_conformance.sim.prompts import PARENTS, SCOPES
 from kvc_conformance.sim.world import Action, World
-from kvcontract.core.lane import ManualLane
 from kvcontract.tiers.fault import FAULTS_OF
 
 MOST_OPEN: Final = 5
@@ -59,21 +58,22 @@ class Schedule:
         return action
 
     def _weights(self, world: World, node: Node) -> dict[str, float]:
-        opened = len(node.open)
-        ready = sum(asked.prefix is not None for asked in node.asked.values())
-        running = [live for live in node.live.values() if not live.req.preempted]
-        calls = sum(len(front.ready(world.now)) for front in node.fronts)
-        jobs = len(node.lane) if isinstance(node.lane, ManualLane) else 0
+        asked = node.asked.values()
+        opened = sum(not item.task.done() for item in asked)
+        ready = sum(item.prefix is not None for item in asked)
+        running = sum(not live.req.preempted for live in node.live.values())
+        calls = sum(len(front.ready(world.now)) for front in node.fronts if front.calls)
+        jobs = node.jobs
         frozen = sum(front.frozen for front in node.fronts)
         weights = {
-            "resolve": 3.0 * (len(node.asked) < MOST_OPEN),
+            "resolve": 3.0 * (len(asked) < MOST_OPEN),
             "cancel": 0.25 * opened,
             "drop": 0.35 * ready,
             "begin": 2.5 * (ready > 0 and len(node.live) < MOST_LIVE),
-            "step": 2.5 * len(running),
-            "preempt": 0.1 * len(running),
-            "resume": 1.5 * (len(node.live) - len(running)),
-            "seal": 0.6 * len(running),
+            "step": 2.5 * running,
+            "preempt": 0.1 * running,
+            "resume": 1.5 * (len(node.live) - running),
+            "seal": 0.6 * running,
             "retire": 0.8 * len(node.live),
             "release": 0.08 * len(node.live),
             "wait": 0.7,

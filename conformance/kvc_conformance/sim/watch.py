@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -172,8 +171,7 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
 
 
 def _look_at_gauges(world: World, node: Node) -> None:
-    judge, stats = world.judge, node.store.stats()
-    gauges = stats.gauges
+    judge, gauges = world.judge, node.store.gauges()
     pinned = reserved = 0
     for pool in node.pools:
         now = pool.gauges()
@@ -190,31 +188,34 @@ def _look_at_gauges(world: World, node: Node) -> None:
         judge.holds("C1", ok=pinned >= len(saving), text=f"{pinned} pages pinned, {len(saving)} being saved")
     if any(call.verb == "load" for front in node.fronts for call in front.calls):
         judge.holds("A3", ok=reserved > 0, text="a tier is loading, and no pages are kept for it")
-    leases = sum(lease.active for front in node.fronts for lease in front.leases)
     opened, loads = node.open, gauges["loads"]
     if not opened and not loads:
+        leases = node.leases()
         judge.holds("A2", ok=not leases, text=f"nobody resolves or loads, and {leases} leases are held")
     elif opened and gauges["waiting_for_room"] == len(opened) and not loads:
+        leases = node.leases()
         judge.holds("A5", ok=not leases, text=f"everybody waits for room, and {leases} leases are held")
-    _look_for_stuck(world, node, gauges)
+    if opened:
+        _look_for_stuck(world, node, opened, gauges)
     if not gauges["saves"] and not gauges["shed"]:
-        _look_at_owed(world, node, stats.counters)
+        _look_at_owed(world, node)
     _look_at_landed(world, node, loads)
 
 
-def _look_for_stuck(world: World, node: Node, gauges: dict[str, int]) -> None:
+def _look_for_stuck(world: World, node: Node, opened: list[Asked], gauges: dict[str, int]) -> None:
     """A plain resolve that nothing keeps has ended (A7)."""
-    plain = [asked for asked in node.open if not asked.policy.full_hit]
-    kept = gauges["waiting_for_room"] or gauges["loads"] or node.jobs or len(plain) < len(node.open)
+    plain = [asked for asked in opened if not asked.policy.full_hit]
+    kept = gauges["waiting_for_room"] or gauges["loads"] or node.jobs or len(plain) < len(opened)
     kept = kept or any(front.calls for front in node.fronts)
     kept = kept or any(item.kind == "reset" for item in node.waited.values())
     if not kept:
         world.judge.holds("A7", ok=not plain, text=f"{len(plain)} plain resolves wait for nothing")
 
 
-def _look_at_owed(world: World, node: Node, counters: Mapping[str, int]) -> None:
-    unasked = counters.get("pages_not_saved_expired", 0) + counters.get("pages_not_saved_refused", 0)
-    failed, node.unasked = unasked != node.unasked, unasked  # saves that no tier has seen: they told so
+def _look_at_owed(world: World, node: Node) -> None:
+    if not any(front.owed for front in node.fronts):
+        return
+    failed = node.unasked != node.not_asked()  # saves that no tier has seen: they told so
     for front in node.fronts:
         owed, front.owed = front.owed, {}
         if front.inner.untold or failed:
@@ -231,6 +232,8 @@ def _look_at_owed(world: World, node: Node, counters: Mapping[str, int]) -> None
 
 def _look_at_landed(world: World, node: Node, loads: int) -> None:
     """What has just been loaded whole is findable, although nobody waits for it any more (A4)."""
+    if not node.landed:
+        return
     landed, node.landed = node.landed, []
     if loads or world.setting.manual or len(node.pools) > 1 or node.open or not (node.cache and node.keep):
         return  # somebody may have taken its place since
@@ -349,7 +352,7 @@ def _let_go(world: World, node: Node) -> None:
 
 def _idle(world: World, node: Node) -> None:
     judge = world.judge
-    gauges = {name: count for name, count in node.store.stats().gauges.items() if count}
+    gauges = {name: count for name, count in node.store.gauges().items() if count}
     judge.holds("R8", ok=not gauges, text=f"nothing goes on, and still: {gauges}")
     for pool in node.pools:
         pool.check_books()

@@ -223,6 +223,8 @@ class World:
     def owe(self, node: Node, keys: Keys, report: Pending[SealReport]) -> None:
         """What was retired has to be in every tier once its saves have landed, or to be told (C3, C4)."""
         owed = [front for front in node.fronts if _accountable(front)]
+        if not any(front.owed for front in owed):
+            node.unasked = node.not_asked()
         for front in owed:
             columns = len(records_of(self.prompts, keys[:1])) if len(keys) else 0
             records = records_of(self.prompts, keys)
