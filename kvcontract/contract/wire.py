@@ -7,13 +7,15 @@ degree of tensor parallelism.  `fingerprint(model)` digests, per part, everythin
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, ParamSpec, TypeVar
 
 from kvcontract.contract.layout import ArenaLayout, arena_layout, cut_axes, held, space_key
 from kvcontract.contract.model import Arena, Full, Group, KvModel
@@ -23,6 +25,25 @@ SEGMENT_BYTES: Final = 512 * 1024
 
 _FIRST_NAMED_PART: Final = 64
 _NAMED_PARTS: Final = 192
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _remembered(made: Callable[P, T]) -> Callable[P, T]:
+    """Compute once for each declaration; one that nobody has validated may not be hashable: each time."""
+    cached = functools.lru_cache(maxsize=1024)(made)
+
+    @functools.wraps(made)
+    def of(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            hash((args, *kwargs.values()))
+        except TypeError:
+            return made(*args, **kwargs)
+        return cached(*args, **kwargs)  # type: ignore[arg-type] # hashed above
+
+    return of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +84,10 @@ class WireRecord:
     arenas: tuple[ArenaLayout, ...]
     payload_bytes: int
     segments: tuple[int, ...]
-    cuts: dict[tuple[str, str], tuple[str, int, int] | None]
+    cuts: Mapping[tuple[str, str], tuple[str, int, int] | None]
 
 
+@_remembered
 def parts(model: KvModel) -> tuple[Part, ...]:
     """The units of saving and restoring, in the order of their ids.
 
@@ -105,6 +127,7 @@ def wire_arenas(model: KvModel) -> tuple[Arena, ...]:
     return model.arenas if model.repack is None else model.repack.arenas
 
 
+@_remembered
 def wire_record(model: KvModel, part: Part, shard: int = 0, shards: int = 1) -> WireRecord:
     """The dense layout of one stored record.
 
@@ -130,7 +153,7 @@ def wire_record(model: KvModel, part: Part, shard: int = 0, shards: int = 1) -> 
         dense = arena.model_copy(update={"fields": fields, "stride_multiple_bytes": 1, "align_bytes": 1})
         placed.append(arena_layout(dense, tokens=tokens, sizes=sizes, offset_bytes=end))
         end += placed[-1].content_bytes
-    return WireRecord(part, shard, shards, tuple(placed), end, _segments(placed), cuts)
+    return WireRecord(part, shard, shards, tuple(placed), end, _segments(placed), MappingProxyType(cuts))
 
 
 def _segments(arenas: list[ArenaLayout]) -> tuple[int, ...]:
@@ -156,19 +179,20 @@ class Fingerprint:
     """
 
     required: bytes
-    parts: dict[str, bytes]
+    parts: Mapping[str, bytes]
 
     def __str__(self) -> str:
         return self.required.hex()
 
 
+@_remembered
 def fingerprint(model: KvModel) -> Fingerprint:
     """Identity of a model's stored bytes; independent of tp, page order, strides and pool size (D6)."""
     required = [group for group in model.groups if not group.optional and group.checkpointable]
     named = parts(model)
     return Fingerprint(
         required=_digest(identity_document(model, tuple(group.name for group in required))),
-        parts={part.name: _digest(identity_document(model, part.groups)) for part in named},
+        parts=MappingProxyType({part.name: _digest(identity_document(model, part.groups)) for part in named}),
     )
 
 

@@ -117,8 +117,7 @@ class Ledger:
     @property
     def pinned_blocks(self) -> int:
         """Pages with saves or copies in flight, each counted once (B9)."""
-        with self._gate() as books:
-            return books.pinned
+        return self._books.pinned
 
     def check_books(self) -> None:
         """Audit every array against every promise.
@@ -193,7 +192,8 @@ class Ledger:
                 self._close(run)
 
     def _room(self) -> int:
-        return self._books.available - self._entitled
+        books = self._books
+        return books.free + books.cached - self._entitled
 
     def _open(self, run: Run) -> int:
         self._next_token += 1

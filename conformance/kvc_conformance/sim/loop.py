@@ -41,6 +41,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now_s = 0.0
         self._sleep_s: float | None = None
+        self._due = True
         chooser = _NoWaiting()
         super().__init__(chooser)
         chooser.idle = self._fell_idle
@@ -49,6 +50,27 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds."""
         return self._now_s
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Args]], object],
+        *args: *Args,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        """As ever; there is something to run now."""
+        self._due = True
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Args]], object],
+        *args: *Args,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """As ever; when the next timer is due may have changed."""
+        self._due = True
+        return super().call_at(when, callback, *args, context=context)
 
     def call_soon_threadsafe(
         self,
@@ -67,7 +89,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def settle(self) -> None:
         """Run everything that can run now."""
-        self.run_forever()
+        if self._due:
+            self.run_forever()
+            self._due = False
 
     @property
     def next_s(self) -> float:
@@ -78,9 +102,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Move time on, stopping at every timer on the way."""
         self.settle()
         while self.next_s <= to_s:
-            self._now_s = max(self._now_s, self.next_s)
-            self.settle()
+            self._move(self.next_s)
+        self._move(to_s)
+
+    def _move(self, to_s: float) -> None:
         self._now_s = max(self._now_s, to_s)
+        self._due = True
         self.settle()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -195,8 +195,7 @@ def _look_at_gauges(world: World, node: Node) -> None:
     elif opened and gauges["waiting_for_room"] == len(opened) and not loads:
         leases = node.leases()
         judge.holds("A5", ok=not leases, text=f"everybody waits for room, and {leases} leases are held")
-    if opened:
-        _look_for_stuck(world, node, opened, gauges)
+    _look_for_stuck(world, node, opened, gauges)
     if not gauges["saves"] and not gauges["shed"]:
         _look_at_owed(world, node)
     _look_at_landed(world, node, loads)
@@ -205,7 +204,7 @@ def _look_at_gauges(world: World, node: Node) -> None:
 def _look_for_stuck(world: World, node: Node, opened: list[Asked], gauges: dict[str, int]) -> None:
     """A plain resolve that nothing keeps has ended (A7)."""
     plain = [asked for asked in opened if not asked.policy.full_hit]
-    kept = gauges["waiting_for_room"] or gauges["loads"] or node.jobs or len(plain) < len(opened)
+    kept = gauges["waiting_for_room"] or gauges["loads"] or len(plain) < len(opened) or node.jobs
     kept = kept or any(front.calls for front in node.fronts)
     kept = kept or any(item.kind == "reset" for item in node.waited.values())
     if not kept:
