@@ -84,7 +84,7 @@ def begin(world: World, action: Action) -> bool:
         keyer=node.store.keyer,
         scope=SCOPES[asked.scope],
         prefix=asked.prefix,
-        anchor=world.prompts.tokens(asked.stream, asked.count + 1)[-1] if whole else None,
+        anchor=world.prompts.token(asked.stream, asked.count) if whole else None,
     )
     if isinstance(answer, Later):
         world.judge.reached("admission later")
@@ -120,7 +120,7 @@ def step(world: World, action: Action) -> bool:
         world.judge.reached("step reverted")
         return True
     known = len(req.tokens)
-    req.apply_prefill(chunk, world.prompts.tokens(live.stream, known + 1)[known] if chunk.emits else None)
+    req.apply_prefill(chunk, world.prompts.token(live.stream, known) if chunk.emits else None)
     world.judge.reached("step ok")
     return True
 

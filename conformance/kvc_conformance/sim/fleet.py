@@ -22,8 +22,8 @@ from kvc_conformance.sim.trace import STEPS, Trace, minimal, of, run_seed
 from kvcontract.contract.model import KvModel
 from kvcontract.tiers.fault import FAULTS_OF
 
-CHUNK: Final = 50
-"""Seeds that a process plays between two reports."""
+CHUNK: Final = 20
+"""Seeds that a process plays between two reports; what they leave behind is collected then."""
 
 FAULTS: Final = (
     *(f"{kind} {verb}" for verb, kinds in FAULTS_OF.items() for kind in kinds),

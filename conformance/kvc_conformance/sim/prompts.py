@@ -90,6 +90,7 @@ class Prompts:
         self.records = [wire_record(model, self.part, shard, shards) for shard in range(shards)]
         self._content = Content(model)
         self._tokens = [self._stream(number) for number in range(len(PARENTS))]
+        self._arrays = [np.array(tokens, np.int64) for tokens in self._tokens]
         self._keys = {
             (stream, scope): self.keyer.chain(self._tokens[stream][: STREAM_PAGES * self.page], SCOPES[scope])
             for stream in range(len(PARENTS))
@@ -110,9 +111,13 @@ class Prompts:
         own: list[int] = rng.integers(0, _TOKEN_IDS, self.length - len(shared)).tolist()
         return shared + own
 
-    def tokens(self, stream: int, count: int) -> Sequence[int]:
+    def tokens(self, stream: int, count: int) -> NDArray[np.int64]:
         """The first tokens of a stream."""
-        return self._tokens[stream][:count]
+        return self._arrays[stream][:count]
+
+    def token(self, stream: int, position: int) -> int:
+        """One token of a stream."""
+        return self._tokens[stream][position]
 
     def keys(self, stream: int, scope: int) -> Keys:
         """uint64[pages, 2], of all complete pages of a stream."""
