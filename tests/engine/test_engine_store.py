@@ -15,6 +15,7 @@ from kvcontract.contract.model import Scope
 from kvcontract.engine.build import Assembly, assemble
 from kvcontract.engine.checkpoint import random_checkpoint
 from kvcontract.engine.request import Finish, Result
+from kvcontract.pool.chunk import FULL
 from kvcontract.store.policy import ResolvePolicy
 
 
@@ -49,6 +50,29 @@ def test_a_hit_and_a_restore_equal_the_cold_run(name: str, dtype: str) -> None:
         restored = run_one(parts, tokens)
         assert (restored.hit_tokens, dict(restored.sources)) == (64, {"dram": 64})
         assert same_tail(restored, cold)
+
+
+def test_e5_nothing_writes_over_restored_rows() -> None:
+    """E5: pages that come back hold to the end of their request what was saved, bit for bit."""
+    with assembled(tiny("qwen3")) as (parts, _):
+        assert parts.store is not None
+        tokens, views = prompt(70, 1), parts.bindings[FULL].views
+        keys = parts.store.keyer.chain(tokens[:64], Scope())
+
+        def rows() -> dict[tuple[str, str], torch.Tensor]:
+            with parts.pool.match(keys) as hold:
+                assert len(hold.pages) == 4
+                return {name: view[hold.pages.tolist()].clone() for name, view in views.items()}
+
+        run_one(parts, tokens)
+        saved = rows()
+        assert parts.store.flush()
+        parts.store.set_retention(False)  # every page is wiped of its name, and issued as a fresh one
+        parts.store.set_retention(True)
+        restored = run_one(parts, tokens)
+        assert dict(restored.sources) == {"dram": 64}
+        for name, found in rows().items():
+            assert torch.equal(found, saved[name]), name
 
 
 def test_what_was_sampled_is_a_prefix_of_the_next_turn() -> None:

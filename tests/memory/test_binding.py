@@ -187,3 +187,24 @@ def test_e8_misaligned_declaration_is_refused_at_allocation() -> None:
         Binding.allocate(space_of(planes("a")), 0)
     text = refusal(space_of(planes("a", align_bytes=64)), {"a": torch.zeros(4, 120).byte()})
     assert "blocks 120 B apart; expected multiples of align_bytes, 64 B" in text
+
+
+@pytest.mark.parametrize("form", ["page-first", "layer-first"])
+def test_e4_a_boundary_page_is_copied_with_all_its_groups(form: str) -> None:
+    """E4: every arena of a space is copied, and no other block; sources stay as they are."""
+    space = space_of(planes("a"), planes("b", "float32", stride_multiple_bytes=256))
+    made = Binding.allocate(space, 5)
+    if form == "layer-first":
+        made = Binding.of(
+            space,
+            {arena.name: torch.zeros(5, arena.stride_bytes, dtype=torch.uint8) for arena in space.arenas},
+        )
+    for number, view in enumerate(made.views.values()):
+        view.copy_(torch.arange(view.numel()).reshape(view.shape) % 97 + number)
+    before = {name: view.clone() for name, view in made.views.items()}
+    made.copy_blocks([(1, 3), (2, 4)])
+    for name, view in made.views.items():
+        assert torch.equal(view, before[name][[0, 1, 2, 1, 2]])
+    with pytest.raises(UsageFault, match=r"blocks \[-1, 5\]"):
+        made.copy_blocks([(1, 5), (-1, 2)])
+    assert torch.equal(made.views["a", "k"][2], before["a", "k"][2])

@@ -110,7 +110,7 @@ def test_b7_a_boundary_page_credits_nothing(pool: BlockPool) -> None:
     assert (pool.held, pool.pinned_blocks) == (0, 0)
 
 
-def test_b7_the_source_stays_until_the_copy_is_made(pool: BlockPool) -> None:
+def test_b7_e4_the_source_stays_until_the_copy_is_made(pool: BlockPool) -> None:
     """Whatever else needs pages, the source is not issued again before `copied` (E4)."""
     keys, key = chain(2), chain(1, seed=9)[0]
     hold = with_boundary(pool, keys, key)

@@ -22,6 +22,7 @@ from kvcontract.contract.model import (
     WeightIdentity,
     Window,
 )
+from kvcontract.contract.wire import Part
 from kvcontract.core.lane import InlineLane, ManualLane, ThreadLane
 from kvcontract.core.pending import Pending
 from kvcontract.memory.binding import Binding
@@ -422,7 +423,7 @@ def test_g7_handoff_reaches_the_tier() -> None:
     assert tier.stats()["handoffs"] == 0
 
 
-def test_parts_have_records_and_identities_of_their_own() -> None:
+def test_e2_parts_have_records_and_identities_of_their_own() -> None:
     """E2: an optional group and another reach are parts with their own keys and memory."""
     model = model_of(groups=(Group(name="draft", optional=True), Group(name="local", reach=Window(tokens=4))))
     tier, side = dram(), Side(model)
@@ -461,3 +462,43 @@ def test_plugin_error_fails_its_batch_only() -> None:
     assert "exploding" in str(side.worker.faults[0])
     assert side.load(tier, [1, 3], [5, 6]) == [[OK, OK]]
     assert side.shows(contents, {5: 1, 6: 3})
+
+
+def test_e2_the_groups_of_a_part_move_as_one() -> None:
+    """E2: two required groups share a record: neither comes back without the other."""
+    model = model_of(groups=(Group(name="index"),))
+    tier, side, other = dram(), Side(model, max_tp=1), Side(model, max_tp=1)
+    assert [part.groups for part in side.worker.parts] == [("kv", "index")]
+    contents = contents_of(model)
+    side.fill(contents)
+    assert side.save(tier, [1, 2], [1, 2]) == [[OK, OK]]
+    assert tier.stats()["records"] == 2
+    with tier.lookup(side.worker.record_keys(side.part, keys([1])), FOREVER).value as lease:
+        tier.discard(lease, np.arange(1))
+    assert other.load(tier, [1, 2], [5, 6]) == [[Code.MISS, OK]]
+    assert other.shows(contents, {6: 2})
+
+
+def test_e2_an_optional_part_is_missed_alone_and_completed_later() -> None:
+    """E2: without the optional record the page comes back, and that group's rows are as they were."""
+    model = model_of(groups=(Group(name="draft", optional=True),))
+    tier, side, other = dram(), Side(model, max_tp=1), Side(model, max_tp=1)
+    part, draft = side.worker.parts
+    contents = contents_of(model)
+    side.fill(contents)
+    other.bindings[0].views["draft", "c"].fill_(9)
+
+    def save(what: Part) -> list[Code]:
+        return codes_of(side.worker.save(tier, what, keys([1]), np.array([1]), SaveClass.CACHEABLE, FOREVER))
+
+    def load(what: Part) -> list[Code]:
+        with tier.lookup(other.worker.record_keys(what, keys([1])), FOREVER).value as lease:
+            rows = np.arange(other.worker.shards(what))
+            return codes_of(other.worker.load(tier, lease, rows, what, keys([1]), np.array([5]), FOREVER))
+
+    assert save(part) == [OK]
+    assert (load(part), load(draft)) == ([OK], [Code.MISS])
+    assert bool((other.bindings[0].views["draft", "c"] == 9).all())
+    assert save(draft) == [OK]
+    assert load(draft) == [OK]
+    assert other.shows(contents, {5: 1})
