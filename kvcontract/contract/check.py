@@ -250,8 +250,6 @@ def _served(model: KvModel, _tp: int) -> Iterator[Found]:
     for i, group in enumerate(model.groups):
         for name, value, allowed in _unserved_group(group):
             yield Found(f"groups[{i}].{name}", value, allowed, message, group)
-    if model.record_tokens != model.page_tokens:
-        yield Found("key_tokens", model.key_tokens, f"{model.page_tokens} or None", message, model)
     for path, arena in _all_arenas(model):
         if arena.tokens_per_row != 1:
             yield Found(f"{path}.tokens_per_row", arena.tokens_per_row, "1", message, arena)

@@ -387,6 +387,11 @@ class KvModel(Declared):
         return self.page_tokens if self.key_tokens is None else self.key_tokens
 
     @property
+    def record_pages(self) -> int:
+        """Pages that one stored record spans."""
+        return self.record_tokens // self.page_tokens
+
+    @property
     def prefix_caching(self) -> bool:
         """Whether a prefix can be reused at all: False while a group is present that is never restored."""
         return all(group.checkpointable for group in self.groups)

@@ -64,7 +64,6 @@ BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
         lambda: model(groups=(Group(name="kv", weights=WeightIdentity(kind="unresolved")),)),
     ),
     ("KVC-DECL-12", "groups[0].kind", lambda: model(groups=(Group(name="kv", kind="static"),))),
-    ("KVC-DECL-12", "key_tokens", lambda: model(key_tokens=64)),
     ("KVC-DECL-12", "arenas[0].tokens_per_row", lambda: model(arenas=(arena(0, tokens_per_row=4),))),
     (
         "KVC-DECL-13",
