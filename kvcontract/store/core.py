@@ -127,7 +127,10 @@ class StoreCore:
         )
         refuse_small_tiers(model, self.part, tiers, self.max_tp)
         self.fingerprint = fingerprint(model)
-        self.keyer = Keyer(self.fingerprint.required, secret or FleetSecret.random(), model.page_tokens)
+        chosen, identity = secret or FleetSecret.random(), self.fingerprint.required
+        self.keyer = self.record_keyer = Keyer(identity, chosen, model.page_tokens)
+        if model.record_pages > 1:
+            self.record_keyer = Keyer(identity, chosen, model.record_tokens)
         self.clock = clock
         self.options = options
         self.ranks = {rank.name: rank for rank in ranks}
@@ -149,7 +152,13 @@ class StoreCore:
         ]
         pairs = {rank.name: (rank, self.workers[rank.name]) for rank in ranks}
         self.sealer = Sealer(
-            self.known, pairs, self.tally, clock.time, budget=self.options.save_budget, tell=tell
+            self.known,
+            pairs,
+            self.record_keyer,
+            self.tally,
+            clock.time,
+            budget=self.options.save_budget,
+            tell=tell,
         )
         self.loads = Loads(self.tally, clock.time, self._landed)
         self.cost = CostModel(self.options.cost, self.tally)
@@ -159,7 +168,8 @@ class StoreCore:
         )
         self.explanations = Explanations(self._known_elsewhere)
         answers = Answers(self.part, self.tiers, self.tally, self.explanations)
-        self.resolver = Resolver(self.keyer, self.fetcher, answers, self.tally, soon=clock.soon, tell=tell)
+        keyers = self.keyer, self.record_keyer
+        self.resolver = Resolver(*keyers, self.fetcher, answers, self.tally, soon=clock.soon, tell=tell)
         self.barriers = Barriers(self.tiers, self._submitted, clock.time)
         self.pins = Pins(self.options.pin_budget, self.options.scope_pin_quota, clock.later)
         self.switches = Switches(ranks)
@@ -278,10 +288,10 @@ class StoreCore:
         }
 
     def _landed(self, landed: Landed) -> None:
-        """Pages came from a tier: it has them (C3), and those above it are to have them too."""
+        """Records came from a tier: it has them (C3), and those above it are to have them too."""
         number = next(i for i, known in enumerate(self.known) if known.tier is landed.source.tier)
         search = landed.search
-        found = search.rank, landed.pages, search.keys[landed.numbers], landed.generations
+        found = search.rank, landed.pages, search.records[landed.numbers], landed.generations
         for other, known in enumerate(self.known):
             if other == number:
                 known.restored(*found, landed.begun)

@@ -88,7 +88,7 @@ def refuse_small_tiers(model: KvModel, part: Part, tiers: Sequence[Tier], max_tp
         if (limit := tier.capabilities.max_record_bytes) is not None and limit < largest
     ]
     if small:
-        raise UsageFault(f"{'; '.join(small)}; one page of part {part.name!r} needs {largest:,} B")
+        raise UsageFault(f"{'; '.join(small)}; one record of part {part.name!r} needs {largest:,} B")
 
 
 def _unnamed_weights(model: KvModel, lasting: Sequence[str]) -> Finding:

@@ -1,4 +1,4 @@
-"""One batch of pages on its way to the tiers, and the share of a pool that such batches may pin."""
+"""One batch of records on its way to the tiers, and the share of a pool that such batches may pin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcontract.tiers.base import Code, SaveClass
 
 @dataclass(frozen=True, slots=True)
 class SealReport:
-    """What became of one seal.
+    """What became of one seal, in pages: those of an incomplete record wait for a later one.
 
     Attributes:
         pages: pages that had to be saved; 0 if there was nothing new (C9).
@@ -39,13 +39,13 @@ NOTHING = SealReport(0, 0, {})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Complete pages of one sequence, from its start.
+    """Complete records of one sequence, from its start.
 
     Attributes:
         keys: uint64[n, 2].
-        pages: int32[n].
-        first: number of the first page that is looked at.
-        generations: uint32[n - first], of the occupants of those.
+        pages: int32[n, pages of a record].
+        first: number of the first record that is looked at.
+        generations: uint32[n - first], of the occupants of their last pages.
         content: what they hold, if somebody is told (I7).
     """
 
@@ -55,20 +55,25 @@ class Run:
     content: Content | None
     first: int = 0
 
+    @property
+    def last(self) -> Pages:
+        """int32[n - first], the last page of each record that is looked at: it stands for the record."""
+        return self.pages[self.first :, -1]
+
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Pages on their way to some tiers.
+    """Records on their way to some tiers.
 
     Attributes:
-        numbers: int64[k], which pages of the run.
+        numbers: int64[k], which records of the run.
         todo: bool[tiers, k], which of them each tier gets.
         cls: by tier.
         budgeted: whether its pins count.
-        shed: pages that were not even tried.
+        shed: records that were not even tried.
         report: settles once every copy has landed.
         savings: by tier, its marks.
-        pages: int32[k].
+        blocks: int32[k, pages of a record].
         codes: u8[tiers, k].
         again: bool[tiers, k], those that failed after another try was asked for.
     """
@@ -84,14 +89,24 @@ class Batch:
     shed: int = 0
     report: Pending[SealReport] = field(default_factory=Pending)
     savings: dict[int, Saving] = field(default_factory=dict)
-    pages: Pages = field(init=False)
+    blocks: Pages = field(init=False)
     codes: NDArray[np.uint8] = field(init=False)
     again: NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pages = self.run.pages[self.numbers]
+        self.blocks = self.run.pages[self.numbers]
         self.codes = np.zeros(self.todo.shape, np.uint8)
         self.again = np.zeros(self.todo.shape, np.bool_)
+
+    @property
+    def pages(self) -> Pages:
+        """int32[k * pages of a record], all of them."""
+        return self.blocks.reshape(-1)
+
+    @property
+    def step(self) -> int:
+        """Pages of a record."""
+        return int(self.blocks.shape[1])
 
     def of(self, tier: int) -> NDArray[np.int64]:
         """Which rows of the batch a tier gets."""
@@ -101,10 +116,11 @@ class Batch:
         """What became of it, after the last copy."""
         worst = self.codes.max(axis=0, initial=Code.OK)
         ok: Flags = worst == Code.OK
-        failed = {Code(code).name.lower(): n for code, n in sorted(Counter(worst[~ok].tolist()).items())}
+        counted, step = sorted(Counter(worst[~ok].tolist()).items()), self.step
+        failed = {Code(code).name.lower(): n * step for code, n in counted}
         if self.shed:
-            failed["shed"] = failed.get("shed", 0) + self.shed
-        return SealReport(len(self.numbers) + self.shed, int(ok.sum()), failed)
+            failed["shed"] = failed.get("shed", 0) + self.shed * step
+        return SealReport((len(self.numbers) + self.shed) * step, int(ok.sum()) * step, failed)
 
 
 class PinBudget:

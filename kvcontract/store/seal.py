@@ -1,8 +1,9 @@
-"""Seal and retire: complete pages on their way to the tiers.
+"""Seal and retire: complete records on their way to the tiers.
 
 A full page is immutable, so sealing copies it from where it lies: guards pin the page until every copy has
 landed (C1), while its owner goes on or is gone.  Nothing here waits: what a save becomes is settled on the
-thread that finishes it.
+thread that finishes it.  A record of several pages is saved once all of them are complete; its last page,
+whose key tells all tokens before it, carries what is known of the record.
 
 Saves that nobody waits for may pin only a share of the pool (C5).  What is above it is shed: a request that
 goes on seals again anyway, and what a retired one leaves behind is tried when pins come back, as long as it
@@ -26,6 +27,7 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.core.pending import Pending, all_of, report_uncaught
 from kvcontract.pool.events import Content
 from kvcontract.pool.index import Keys
+from kvcontract.pool.keys import Keyer
 from kvcontract.pool.request import RequestKv
 from kvcontract.store.handoffs import Handoff, Handoffs
 from kvcontract.store.known import Known
@@ -47,24 +49,26 @@ KEPT_SHED: Final = 256
 
 @dataclass(slots=True, eq=False)
 class _Shed:
-    """Pages of a retired request that still want to be saved; `done` once that has ended, or is given up.
+    """Records of a retired request that still want to be saved; `done` once that has ended, or is given up.
 
     Each is tried once: one that fails again would keep those behind it waiting for ever.
 
     Attributes:
-        first: number of the first page that has not been tried.
+        page_keys: of their pages.
+        first: number of the first record that has not been tried.
     """
 
     keys: Keys
+    page_keys: Keys
     content: Content | None
     first: int = 0
     saves: list[Pending[SealReport]] = field(default_factory=list)
     done: Pending[None] = field(default_factory=Pending)
 
-    def cut(self, pages: int, page_tokens: int) -> Content | None:
-        """What the first of its pages hold."""
+    def cut(self, records: int, record_tokens: int) -> Content | None:
+        """What the first of its records hold."""
         told = self.content
-        return None if told is None else Content(told.token_ids[: pages * page_tokens], told.scope)
+        return None if told is None else Content(told.token_ids[: records * record_tokens], told.scope)
 
     def end(self) -> None:
         """Nothing more is tried: it is done once what was tried has landed."""
@@ -75,8 +79,9 @@ class Sealer:
     """Runs saves; knows which are in flight.
 
     Args:
-        known: what is known of each tier, fastest first; each gets every page.
+        known: what is known of each tier, fastest first; each gets every record.
         ranks: name -> rank and its workers.
+        keyer: derives keys of records.
         tally: where everything is counted.
         clock: the store's.
         budget: share of a pool that saves may pin which may be shed.
@@ -87,6 +92,7 @@ class Sealer:
         self,
         known: Sequence[Known],
         ranks: Mapping[str, tuple[Rank, Workers]],
+        keyer: Keyer,
         tally: Tally,
         clock: Clock,
         *,
@@ -95,13 +101,15 @@ class Sealer:
     ) -> None:
         self._known = tuple(known)
         self._workers = {name: workers for name, (_, workers) in ranks.items()}
+        self._keyer = keyer
+        self._step = max(workers.record_pages for workers in self._workers.values())
         self._tally = tally
         self._clock = clock
         self._tell = tell
         self._lock = threading.Lock()
         self._open: dict[Batch, None] = {}
         self._budgets = {
-            name: PinBudget(rank.pool.pages, max(1, int(budget * rank.pool.total)))
+            name: PinBudget(rank.pool.pages, max(self._step, int(budget * rank.pool.total)))
             for name, (rank, _) in ranks.items()
         }
         self._shed: dict[str, deque[_Shed]] = {name: deque() for name in ranks}
@@ -109,7 +117,7 @@ class Sealer:
         self._sealed: WeakKeyDictionary[RequestKv, int] = WeakKeyDictionary()
         shared = [number for number, item in enumerate(known) if item.tier.capabilities.shared]
         self._visible = shared or list(range(len(self._known)))  # where another engine looks
-        self.handoffs = Handoffs(len(self._visible))
+        self.handoffs = Handoffs(len(self._visible), self._step)
 
     @property
     def saves(self) -> tuple[Pending[SealReport], ...]:
@@ -134,7 +142,7 @@ class Sealer:
         handoff: str | None = None,
         scope_tag: str = "",
     ) -> Pending[SealReport]:
-        """Save the request's complete pages that are not known to be stored.
+        """Save the request's complete records that are not known to be stored.
 
         Never blocks and never raises for what befalls a save; the report settles once every copy has landed.
 
@@ -143,7 +151,7 @@ class Sealer:
             req: the request.
             cls: why.
             after: see `Workers.save`.
-            last: nobody will seal it again: pages that failed before are tried too (C4), and those that are
+            last: nobody will seal it again: records that failed before are tried too (C4), and those that are
                 shed are remembered.
             handoff: with `SaveClass.HANDOFF`, its name.
             scope_tag: of the request's scope, for events.
@@ -153,7 +161,7 @@ class Sealer:
         """
         if req.released:
             raise UsageFault("the request is released: its pages may be another's by now; seal before that")
-        if not req.registered or not self._known:
+        if req.registered < self._step or not self._known:
             return Pending.of(NOTHING)
         with self._lock:
             batch = self._looked(rank, req, cls, handoff, scope_tag, last=last)
@@ -162,26 +170,26 @@ class Sealer:
         batch.after = after
         shed = batch.shed
         if shed and last:
-            self._remember(rank, _Shed(batch.run.keys.copy(), batch.run.content))
+            self._remember(rank, _Shed(batch.run.keys.copy(), req.keys.copy(), batch.run.content))
         self._start(batch)
         if shed and last:
             self._drain(rank)  # pins may have come back before it was remembered
         return batch.report
 
     def write_back(self, landed: Landed, tier: int) -> None:
-        """Bring pages that came from a lower tier to those above it as well."""
+        """Bring records that came from a lower tier to those above it as well."""
         rank, search = landed.search.rank, landed.search
         above, end = self._known[:tier], int(landed.numbers[-1]) + 1
         if not above or not landed.held:
             return
-        content = search.content(0, end) if self._tell else None
-        pages = search.hold.pages[:end]
-        run = Run(search.keys[:end], pages, rank.pool.generation[pages], content)
+        content = search.record_content(end) if self._tell else None
+        pages = search.hold.pages[: end * self._step].reshape(end, self._step)
+        run = Run(search.records[:end], pages, rank.pool.generation[pages[:, -1]], content)
         now = self._clock()
         with self._lock:
             todo = np.zeros((len(self._known), end), np.bool_)
             for number, known in enumerate(above):
-                mine = known.of(rank).missing(pages, run.generations, now, retry=False)
+                mine = known.of(rank).missing(run.last, run.generations, now, retry=False)
                 todo[number, landed.numbers] = mine[landed.numbers]
             batch = self._made(rank, run, todo, [SaveClass.WRITE_BACK] * len(self._known), budgeted=True)
         if batch is not None:
@@ -202,14 +210,15 @@ class Sealer:
         self, rank: Rank, req: RequestKv, cls: SaveClass, handoff: str | None, scope_tag: str, *, last: bool
     ) -> Batch | None:
         """What of a request is to be saved now."""
-        count, page = req.registered, rank.pool.page_tokens
-        pages, content = req.pages[:count], None
+        keys, size = req.record_keys(self._keyer), self._keyer.page_tokens
+        count, content = len(keys), None
+        pages = req.pages[: count * self._step].reshape(count, self._step)
         if self._tell:
-            content = Content(req.tokens[: count * page], scope_tag)
+            content = Content(req.tokens[: count * size], scope_tag)
         # What it began with, and what a seal before has dealt with, is looked at again in the end.
-        seen = self._sealed.get(req, req.hit_tokens // page)
+        seen = self._sealed.get(req, req.hit_tokens // size)
         first = 0 if last or handoff is not None else min(count, seen)
-        run = Run(req.keys, pages, rank.pool.generation[pages[first:]], content, first)
+        run = Run(keys, pages, rank.pool.generation[pages[first:, -1]], content, first)
         batch = self._planned(rank, run, cls, handoff, retry=last)
         if handoff is None:
             self._sealed[req] = count if batch is None or not batch.shed else first
@@ -219,8 +228,7 @@ class Sealer:
         self, rank: Rank, run: Run, cls: SaveClass, handoff: str | None, *, retry: bool
     ) -> Batch | None:
         now, classes = self._clock(), [cls] * len(self._known)
-        pages = run.pages[run.first :]
-        todo = np.zeros((len(self._known), len(pages)), np.bool_)
+        todo = np.zeros((len(self._known), len(run.generations)), np.bool_)
         named, owed = None, list[NDArray[np.bool_]]()
         if handoff is not None:
             named, owed = self.handoffs.begin(handoff, run.keys)
@@ -230,7 +238,7 @@ class Sealer:
                 continue
             if handoff is not None:
                 classes[number] = SaveClass.CACHEABLE  # a private tier keeps nothing for others
-            todo[number] = known.of(rank).missing(pages, run.generations, now, retry=retry)
+            todo[number] = known.of(rank).missing(run.last, run.generations, now, retry=retry)
         budgeted = cls is not SaveClass.HANDOFF  # C5
         return self._made(rank, run, todo, classes, budgeted=budgeted, handoff=named)
 
@@ -249,7 +257,7 @@ class Sealer:
         if not len(rows):
             return None
         budget = self._budgets[rank.name]
-        fits = min(len(rows), budget.left) if budgeted else len(rows)
+        fits = min(len(rows), budget.left // self._step) if budgeted else len(rows)
         shed, rows = len(rows) - fits, rows[:fits]
         numbers = rows + run.first
         batch = Batch(rank, run, numbers, todo[:, rows], classes, budgeted, handoff, shed=shed)
@@ -260,7 +268,7 @@ class Sealer:
             mine = batch.of(number)
             if len(mine):
                 generations = run.generations[rows[mine]]
-                begun = known.of(rank).begin(batch.pages[mine], run.keys[numbers[mine]], generations)
+                begun = known.of(rank).begin(batch.blocks[mine, -1], run.keys[numbers[mine]], generations)
                 batch.savings[number] = begun
         self._open[batch] = None
         return batch
@@ -268,9 +276,9 @@ class Sealer:
     # Saving
 
     def _start(self, batch: Batch) -> None:
-        self._tally.count("pages_sealed", len(batch.numbers))
+        self._tally.count("pages_sealed", len(batch.pages))
         if batch.shed:
-            self._tally.count("pages_not_saved_shed", batch.shed)
+            self._tally.count("pages_not_saved_shed", batch.shed * self._step)
         if batch.handoff is not None:
             self.handoffs.watch(batch.handoff, batch.report)
         now, workers = self._clock(), self._workers[batch.rank.name]
@@ -280,7 +288,7 @@ class Sealer:
             op = workers.save(
                 self._known[number].tier,
                 saving.keys,
-                saving.pages,
+                batch.blocks[batch.of(number)],
                 cls,
                 now + SAVE_DEADLINE_S,
                 batch.after,
@@ -308,8 +316,9 @@ class Sealer:
         if batch.handoff is not None and number in self._visible:
             at = self._visible.index(number)
             self.handoffs.settled(batch.handoff, at, batch.numbers[rows], verdict.codes)
-        size = int(ok.sum()) * self._workers[batch.rank.name].saved_page_bytes
-        self._tally.moved(known.tier.name, "save", int(ok.sum()), size, now - begun)
+        saved = int(ok.sum())
+        size = saved * self._workers[batch.rank.name].saved_record_bytes
+        self._tally.moved(known.tier.name, "save", saved * self._step, size, now - begun)
 
     def _settle(self, batch: Batch) -> None:
         retry = self._once_more(batch)
@@ -329,13 +338,13 @@ class Sealer:
         self._drain(batch.rank)
 
     def _once_more(self, batch: Batch) -> Batch | None:
-        """Pages that failed although their request was retired meanwhile: tried again, once (C4)."""
+        """Records that failed although their request was retired meanwhile: tried again, once (C4)."""
         if not batch.again.any():
             return None
         todo = np.zeros((len(self._known), len(batch.run.generations)), np.bool_)
         todo[:, batch.numbers - batch.run.first] = batch.again
         with self._lock:
-            self._tally.count("pages_tried_again", int(batch.again.any(axis=0).sum()))
+            self._tally.count("pages_tried_again", int(batch.again.any(axis=0).sum()) * self._step)
             classes = [SaveClass.CACHEABLE] * len(self._known)
             return self._made(batch.rank, batch.run, todo, classes, budgeted=False)
 
@@ -354,7 +363,7 @@ class Sealer:
         while True:
             with self._lock:
                 line = self._shed[rank.name]
-                if rank.name in self._draining or not line or not self._budgets[rank.name].left:
+                if rank.name in self._draining or not line or self._budgets[rank.name].left < self._step:
                     return
                 self._draining.add(rank.name)
                 item = line[0]
@@ -376,20 +385,19 @@ class Sealer:
 
     def _try_shed(self, rank: Rank, item: _Shed) -> bool:
         """Save what is resident of it; whether something is still left to try."""
-        with rank.pool.match(item.keys) as hold:
-            pages, first = hold.pages.copy(), item.first
-            content = item.cut(len(pages), rank.pool.page_tokens)
-            generations = rank.pool.generation[pages[first:]]
-            run = Run(item.keys[: len(pages)], pages, generations, content, first)
+        with rank.pool.match(item.page_keys) as hold:
+            count, first = min(hold.hit_pages // self._step, len(item.keys)), item.first
+            pages = hold.pages[: count * self._step].reshape(count, self._step).copy()
+            content = item.cut(count, self._keyer.page_tokens)
+            generations = rank.pool.generation[pages[first:, -1]]
+            run = Run(item.keys[:count], pages, generations, content, first)
             with self._lock:
                 batch = (
-                    self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True)
-                    if len(pages) > first
-                    else None
+                    self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True) if count > first else None
                 )
         if batch is None:
             return False
-        self._tally.count("pages_tried_again", len(batch.numbers))
+        self._tally.count("pages_tried_again", len(batch.pages))
         left, batch.shed = batch.shed > 0, 0
         if len(batch.numbers):
             item.first = int(batch.numbers[-1]) + 1
