@@ -1,4 +1,4 @@
-"""What a store knows of its tiers: which records each has, rank by rank, and who is told when that changes."""
+"""What a store knows of its tiers: which records each has, rank by rank, and who is told of changes."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ class Known:
             saving: what was saved.
             ok: bool[n].
             now: on the store's clock.
-            chain: keys of the sequence's records, the numbers of the saved ones in it, and what they all hold,
-                if told.
+            chain: keys of the sequence's records, numbers of the saved ones, what all of them hold, if told.
 
         Returns:
             bool[n], those that are to be tried again.

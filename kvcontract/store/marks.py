@@ -1,7 +1,7 @@
-"""What a rank knows of one tier: which resident records are stored there, are being saved, or were not saved.
+"""What a rank knows of one tier: which resident records are stored there, being saved, or were not saved.
 
-A record is marked on its last page, whose key tells all tokens before it; the others may belong to several.  A
-mark names a page *and its occupant* (the page's generation), so it dies with the content it was made for.
+A record is marked on its last page, whose key tells all tokens before it; the others may belong to several.
+A mark names a page *and its occupant* (the page's generation), so it dies with the content it was made for.
 Two things end one earlier: the tier says that it lost a record, or, where a tier cannot tell, time (C3).
 """
 

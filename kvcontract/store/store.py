@@ -89,6 +89,7 @@ class KvStore:
             )
             undo.pop_all()
         self.keyer = self._core.keyer
+        self.record_keyer = self._core.record_keyer
         self.fingerprint = self._core.fingerprint
         self.max_tp = self._core.max_tp
 
