@@ -11,7 +11,7 @@ bit, is found out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -234,8 +234,11 @@ def cut(numbers: Serials, field: Field, worker: int, tp: int) -> Serials:
     return slices[worker]
 
 
-def wire_map(fill: Fill, block: int, shard: int, shards: int) -> Map:
-    """One record's payload: dense, in the wire form's order; a cut field's slice, the rest in shard 0."""
+def wire_map(fill: Fill, blocks: Sequence[int], shard: int, shards: int) -> Map:
+    """One record's payload: dense, in the wire form's order; a cut field's slice, the rest in shard 0.
+
+    The rows of its pages, which lie in `blocks`, follow one another.
+    """
     model = fill.model
     arenas = model.arenas if model.repack is None else model.repack.arenas
     device = {(arena.name, field.name): field for arena in model.arenas for field in arena.fields}
@@ -245,8 +248,9 @@ def wire_map(fill: Fill, block: int, shard: int, shards: int) -> Map:
         for field in arena.fields:
             if field.shard_axis is None and shard:
                 continue
-            numbers = fill.serials((arena.name, field.name))[block]
-            numbers = _turned(numbers, _axes(device[arena.name, field.name]), _axes(field))
+            axes = _axes(device[arena.name, field.name])
+            pages = [fill.serials((arena.name, field.name))[block] for block in blocks]
+            numbers = _turned(np.concatenate(pages, axes.index("token")), axes, _axes(field))
             taken[field.name] = cut(numbers, field, shard, shards)
         if taken:
             kept = arena.model_copy(update={"fields": tuple(f for f in arena.fields if f.name in taken)})

@@ -352,6 +352,7 @@ class Fetcher:
             resident: bool[pages], those that need no room, unless the first is among them.
         """
         pool, full, step = search.rank.pool, search.policy.full_hit, search.step
+        search.spare()  # room that turned out to be too little for a record
         spared = 0 if resident[0] else int(resident.sum())
         end = search.at + len(resident)
         if full and end - spared > pool.total:

@@ -222,3 +222,16 @@ def test_i4_an_unknown_clause_suggests_the_nearest() -> None:
     with pytest.raises(UsageFault, match="KVC-LAYOUT-05"):
         clause("KVC-LAYUOT-05")
     assert clause("kvc-layout-05").id == "KVC-LAYOUT-05"
+
+
+def test_i3_a_granularity_that_does_not_fit_is_refused_with_all_faults() -> None:
+    """I3: records of half pages, and pages of half rows, are named at once, each with what is allowed."""
+    arenas = tuple(arena.model_copy(update={"tokens_per_row": 3}) for arena in model().arenas)
+    found = [
+        item for item in check_model(model(key_tokens=24, arenas=arenas)) if item.clause == "KVC-DECL-08"
+    ]
+    assert [item.path for item in found] == [
+        "key_tokens",
+        *(f"arenas[{i}].tokens_per_row" for i in range(len(arenas))),
+    ]
+    assert found[0].allowed == "a multiple of 16"
