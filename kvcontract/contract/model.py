@@ -364,6 +364,7 @@ class KvModel(Declared):
         page_tokens_allowed: page sizes that are gated; empty means any.
         page_tokens_reason: why only those.
         key_tokens: granularity of stored records, a multiple of `page_tokens`; None means `page_tokens`.
+            Engines of different page sizes share records of one granularity.
         groups: the kinds of state.
         arenas: the bytes, in wire order.
         repack: how stored bytes differ from executing ones.

@@ -82,7 +82,7 @@ class Engine:
         self.store = KvStore(self.model, [rank], tiers, lane=InlineLane(), **more)
 
     def rows(self, pages: list[int]) -> Iterator[tuple[str, torch.Tensor, slice]]:
-        """Per field and worker: its name, a copy of its rows, tokens first, and what it holds of the heads."""
+        """Per field and worker: its name, its rows, tokens first, and which heads they are of."""
         for worker, (space, binding) in enumerate(zip(self.spaces, self.memory, strict=True)):
             for arena in space.arenas:
                 for field in arena.fields:
