@@ -103,6 +103,7 @@ class _Strided:
         return math.prod(size for size, _, _ in self.dims)
 
 
+# long: a copy's terms, how they are matched and what is done with them explain one another
 class CopyProgram:
     """A program derived from the field lists; see `Program`."""
 

@@ -49,6 +49,7 @@ def move(
         TO_WIRE: the direction.
         PAGES: of a record.
     """
+    # long: a kernel is one function
     tile = tl.program_id(0)
     record = tl.program_id(1)
     block = tl.load(ids + record * PAGES)

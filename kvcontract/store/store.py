@@ -88,8 +88,7 @@ class KvStore:
                 model, ranks, tiers, secret=secret, clock=self._loop, lane=lane, options=chosen
             )
             undo.pop_all()
-        self.keyer = self._core.keyer
-        self.record_keyer = self._core.record_keyer
+        self.keyer, self.record_keyer = self._core.keyer, self._core.record_keyer
         self.fingerprint = self._core.fingerprint
         self.max_tp = self._core.max_tp
 

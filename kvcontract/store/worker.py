@@ -193,8 +193,7 @@ class Worker:
             rows: int[n * shards], the lease's rows in the order of `record_keys`.
             part: of `parts`.
             page_keys: uint64[n, 2], names of the records.
-            blocks: int[n], where they are to lie, none twice; [n, pages] if a record has several, 0 for a
-                page that is not to be written.
+            blocks: int[n], where to put them, none twice; [n, pages] if a record has several, 0: left out.
             deadline: no batch is begun after it.
             only: numbers of the shards to read, in the order of `reads(part)`; None: all of them.
 
