@@ -56,13 +56,13 @@ def a5_leases_are_kept_while_waiting(patch: pytest.MonkeyPatch) -> None:
     """Who waits for room holds a lease meanwhile."""
     honest = fetch.Fetcher._space
 
-    async def space(self: fetch.Fetcher, asked: search.Search, count: int, *, spared: int) -> bool:
+    async def space(self: fetch.Fetcher, asked: search.Search, resident: fetch.Present) -> bool:
         with contextlib.ExitStack() as kept:
             for tier in self._tiers:
                 lease = await self._lookup(asked, tier, asked.missing[:1])
                 if lease is not None:
                     kept.enter_context(lease)
-            return await honest(self, asked, count, spared=spared)
+            return await honest(self, asked, resident)
 
     patch.setattr(fetch.Fetcher, "_space", space)
 
@@ -104,7 +104,12 @@ def a16_everybody_loads_for_himself(patch: pytest.MonkeyPatch) -> None:
 
 
 def a17_the_device_is_not_asked_again(patch: pytest.MonkeyPatch) -> None:
-    """Pages that arrived during a wait are not seen."""
+    """Pages that arrived during a wait, or lie past a hole, are not seen."""
+
+    async def blind(asked: search.Search, records: int) -> fetch.Present:
+        return np.zeros((asked.record + records) * asked.step - asked.at, np.bool_)
+
+    patch.setattr(fetch, "_resident", blind)
     patch.setattr(search.Search, "regrow", lambda *_, **__: None)
 
 

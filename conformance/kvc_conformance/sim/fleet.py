@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import statistics
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import torch
 
 from kvc_conformance.sim.judge import Counts
 from kvc_conformance.sim.prompts import Prompts, simulated
-from kvc_conformance.sim.trace import STEPS, Trace, minimal, of, run_seed
+from kvc_conformance.sim.trace import STEPS, Trace, collected, minimal, of, run_seed
 from kvcontract.contract.model import KvModel
 from kvcontract.tiers.fault import FAULTS_OF
 
@@ -182,7 +181,7 @@ def simulate(
 def first_found(prompts: Prompts, seeds: range, steps: int = STEPS) -> Trace | None:
     """Play seeds here, one after the other; what the first of them found, as it was found."""
     for at in range(0, len(seeds), CHUNK):
-        with _collected():
+        with collected():
             for seed in seeds[at : at + CHUNK]:
                 setting, played = run_seed(prompts, seed, steps)
                 if played.violation is not None:
@@ -212,7 +211,7 @@ def _prepare(documents: Sequence[str]) -> None:
 
 def _play_chunk(seeds: range, steps: int) -> _Chunk:
     chunk = _Chunk(0, Counts(), [], [])
-    with _collected():
+    with collected():
         for seed in seeds:
             _, played = run_seed(_PROMPTS[seed % len(_PROMPTS)], seed, steps)
             chunk.seeds += 1
@@ -236,19 +235,6 @@ def _ended(others: Sequence[BaseProcess]) -> Iterator[None]:
         raise
 
 
-class _collected:  # noqa: N801 - used as a function
-    """Worlds leave cycles behind, some with handles of crashed processes in them: nobody's leaks."""
-
-    def __enter__(self) -> None:
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
-        gc.enable()
-
-
 def _add(summary: Summary, chunk: _Chunk) -> None:
     summary.seeds += chunk.seeds
     summary.counts.add(chunk.counts)
@@ -258,7 +244,7 @@ def _add(summary: Summary, chunk: _Chunk) -> None:
 
 def _cut_down(model: KvModel, seed: int, steps: int) -> Trace:
     prompts = Prompts(model)
-    with _collected():
+    with collected():
         setting, played = run_seed(prompts, seed, steps)
         if played.violation is not None:
             played = minimal(prompts, setting, played)
