@@ -122,9 +122,15 @@ def trimmed(model: KvModel, page_tokens: int, limit_bytes: int, key_tokens: int 
             groups.add(arena.group)
             total += size
     names = {arena.name for arena in taken}
+    left = {arena.name for arena in model.arenas} - names
+    places = {(arena.group, arena.layer) for arena in taken if arena.layer is not None}
     repack = model.repack
     if repack is not None:
-        kept = tuple(arena for arena in repack.arenas if arena.name in names)
+        kept = tuple(
+            arena
+            for arena in repack.arenas
+            if arena.name in names or (arena.name not in left and (arena.group, arena.layer) in places)
+        )
         derived = repack.conversion == "derived"
         repack = repack.model_copy(update={"arenas": kept}) if derived else None
     update = {"arenas": tuple(taken), "repack": repack}

@@ -259,7 +259,8 @@ class Field(Declared):
     Attributes:
         name: unique within the arena.
         dtype: a key of `DTYPE_BITS`.
-        axes: one row's axes in memory order with their *global* sizes (before any sharding).
+        axes: one row's axes in memory order with their *global* sizes (before any sharding).  One named
+            ``k|v``, of size 2, says that the field is two, ``k`` and ``v``, side by side along it.
         shard_axis: the axis that tensor parallelism cuts; None is replicated.
         scale: the field that holds this field's scales, or a static scale.
     """
@@ -323,8 +324,10 @@ class Repack(Declared):
     """How stored bytes differ from executing bytes; without one they are the same.
 
     Attributes:
-        arenas: the wire form, stated per `key_tokens`; same names as the arenas they stand for.
-        conversion: ``derived`` from the two field lists (re-slice, permute), or callables.
+        arenas: the wire form, stated per `key_tokens`; fields keep their names, and their arenas' names or
+            group and layer.
+        conversion: ``derived`` from the two field lists (re-slice, permute, join or split, widen), or
+            callables.
         version: raised whenever the callables write other bytes.
         lossless: whether values survive both ways; otherwise `bound` is the largest relative error.
     """

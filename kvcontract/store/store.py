@@ -42,6 +42,7 @@ from kvcontract.tiers.base import Level, SaveClass, Tier
 __all__ = ["NOTHING", "KvStore", "StoreOptions"]
 
 
+# long: the public face of all that a store does, a short method each
 class KvStore:
     """Resolve, seal and retire for the ranks of one model.
 

@@ -24,7 +24,8 @@ from kvcontract.contract.wire import Part, fingerprint, parts, wire_record
 from kvcontract.core.lane import Lane, ThreadLane
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.memory.binding import Binding
-from kvcontract.memory.copy import Blocks, holds
+from kvcontract.memory.copy import Blocks
+from kvcontract.memory.match import holds
 from kvcontract.memory.repack import compile_program
 from kvcontract.memory.staging import StagingBudget
 from kvcontract.store.chain import Chain, Job, Landing, PageKeys, Shard

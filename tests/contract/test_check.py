@@ -121,6 +121,21 @@ BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
             )
         ),
     ),
+    *(
+        (
+            "KVC-DECL-06",
+            "arenas[0].fields[0].axes",
+            lambda field=field: model(arenas=(arena(0, fields=(field,)), arena(1))),
+        )
+        for field in (
+            Field(name="kv", dtype="bfloat16", axes={"k|v": 3, "dim": 8}),
+            Field(name="kv", dtype="bfloat16", axes={"k|k": 2, "dim": 8}),
+            Field(name="kv", dtype="bfloat16", axes={"k|": 2, "dim": 8}),
+            Field(name="kv", dtype="bfloat16", axes={"k|v": 2, "q|w": 2}),
+            Field(name="kv", dtype="bfloat16", axes={"k|v": 2, "dim": 8}, shard_axis="k|v"),
+            Field(name="kv", dtype="int4", axes={"dim": 8, "k|v": 2}),
+        )
+    ),
     ("KVC-REPACK-01", "repack.arenas", lambda: model(repack=Repack(arenas=(arena(0),)))),
     (
         "KVC-REPACK-01",

@@ -17,7 +17,8 @@ from kvcontract.contract.layout import layout
 from kvcontract.contract.model import Arena, Conversion, Field, Group, KvModel, Repack, WeightIdentity
 from kvcontract.contract.wire import parts, wire_record
 from kvcontract.memory.binding import Binding
-from kvcontract.memory.copy import CopyProgram, Program, holds
+from kvcontract.memory.copy import CopyProgram, Program
+from kvcontract.memory.match import holds
 from kvcontract.memory.repack import compile_program, resolve
 
 PAGE, BLOCKS, POISON = 3, 5, 0xA5

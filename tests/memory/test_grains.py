@@ -13,9 +13,10 @@ from kvcontract.contract.layout import layout
 from kvcontract.contract.model import Arena, Field, Group, KvModel, Repack, WeightIdentity
 from kvcontract.contract.wire import parts, wire_record
 from kvcontract.memory.binding import Binding
-from kvcontract.memory.copy import CopyProgram, holds
+from kvcontract.memory.copy import CopyProgram
 from kvcontract.memory.grains import Grains, Runs
 from kvcontract.memory.host import copy_runs, joined
+from kvcontract.memory.match import holds
 
 PAGE, BLOCKS = 3, 5
 CPU = torch.device("cpu")

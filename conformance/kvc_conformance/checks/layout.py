@@ -100,7 +100,7 @@ def _splits(model: KvModel, tp: int) -> bool:
 
 
 def _expect(answers: list[Message], array: str, maps: list[Map], fill: Fill, rows: Any, what: str) -> None:
-    nan_is_nan = _callables(fill.model)  # callables compute with values; derived copies keep every bit
+    nan_is_nan = _by_value(fill.model)  # others keep every bit
     for row, where in zip(rows, maps, strict=True):
         wrong = compare([answer.arrays[array][row] for answer in answers], where, fill, nan_is_nan=nan_is_nan)
         if wrong is not None:
@@ -161,6 +161,13 @@ def _forms(bench: Bench) -> tuple[str, ...]:
     )
 
 
+def _by_value(model: KvModel) -> bool:
+    """Whether numbers are stored in another form: by callables, or in wider elements."""
+    stored = () if model.repack is None else model.repack.arenas
+    types = [sorted(f.dtype for arena in arenas for f in arena.fields) for arenas in (model.arenas, stored)]
+    return _callables(model) or (model.repack is not None and set(types[0]) != set(types[1]))
+
+
 def _callables(model: KvModel) -> bool:
     return model.repack is not None and not isinstance(model.repack.conversion, str)
 
@@ -175,7 +182,7 @@ def _comes_back(bench: Bench, case: str) -> str:
             said = "; ".join(answer.body["faults"]) or f"codes {answer.body['saved']} {answer.body['loaded']}"
             raise Failed(f"pages could not be saved and restored: {said}")
     shards = sum(name.startswith("wire_") for name in answers[0].arrays)
-    if not _callables(fill.model):  # the bytes between two callables are the author's own business
+    if not _by_value(fill.model):  # the bytes between two callables are the author's own business
         records = [range(at, at + form.pages) for at in range(0, len(sources), form.pages)]
         for shard in range(shards):
             maps = [wire_map(fill, blocks, shard, shards) for blocks in records]

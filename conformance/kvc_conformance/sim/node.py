@@ -16,7 +16,7 @@ from kvc_conformance.sim.prompts import SECRET, SPACE, Memory, Prompts
 from kvc_conformance.sim.setting import AMPLE, Setting, TierSetting
 from kvcontract.core.lane import InlineLane, ManualLane
 from kvcontract.core.pending import Pending
-from kvcontract.memory.copy import holds
+from kvcontract.memory.match import holds
 from kvcontract.pool.index import Keys
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.request import RequestKv
