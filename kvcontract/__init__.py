@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvcontract.store.policy import ResolvePolicy as ResolvePolicy
     from kvcontract.store.rank import Rank as Rank
     from kvcontract.store.store import KvStore as KvStore
+    from kvcontract.store.tier_policy import TierPolicy as TierPolicy
     from kvcontract.tiers.base import SaveClass as SaveClass
     from kvcontract.tiers.dram import DramTier as DramTier
 
@@ -95,6 +96,7 @@ _HOMES = {
     "kvcontract.store.policy": ("CancelToken", "KvPrefix", "ResolvePolicy"),
     "kvcontract.store.rank": ("Rank",),
     "kvcontract.store.store": ("KvStore",),
+    "kvcontract.store.tier_policy": ("TierPolicy",),
     "kvcontract.tiers.base": ("SaveClass",),
     "kvcontract.tiers.dram": ("DramTier",),
 }

@@ -45,12 +45,21 @@ class Fetcher:
         loads: what is in flight.
         cost: whether a restore is worth it.
         lines: who waits for room.
+        limits_s: by tier, longest time that it may take to answer; None: until the resolve's own deadline.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], *, tally: Tally, loads: Loads, cost: CostModel, lines: Lines
+        self,
+        tiers: Sequence[Tier],
+        *,
+        tally: Tally,
+        loads: Loads,
+        cost: CostModel,
+        lines: Lines,
+        limits_s: Sequence[float | None],
     ) -> None:
         self._tiers = tuple(tiers)
+        self._limits_s = {tier.name: limit for tier, limit in zip(tiers, limits_s, strict=True)}
         self._tally = tally
         self._loads = loads
         self._cost = cost
@@ -107,6 +116,8 @@ class Fetcher:
                 if waits > _MOST_WAITS:
                     return  # room that was waited for went to somebody else, again and again
                 key = search.missing[0]
+                if self._loads.slow(search.rank, key, tier):
+                    return  # it is still at it, and has had its time
                 name = search.rank.name, tier.name, key.tobytes()
                 ahead = self._loads.of(search.rank, key), self._flights.get(name)
                 if ahead != (None, None):
@@ -161,7 +172,7 @@ class Fetcher:
                     flight.settle(True)
                 return False
             resident = await _resident(search, count)
-            count = self._loads.unclaimed(search.rank, search.missing[:count])
+            count = self._loads.unclaimed(search.rank, search.missing[:count], tier)
             if not count:
                 return True  # another has begun to load it meanwhile (A16)
             rows = np.arange(skip * columns, (skip + count) * columns).reshape(count, columns)
@@ -193,7 +204,7 @@ class Fetcher:
             have = np.stack([lease.present.reshape(-1, columns)[skip:] for _, _, lease in offers])
             count = _leading(np.all(have.any(axis=0), axis=1))
             resident = await _resident(search, count)
-            free = self._loads.unclaimed(search.rank, search.missing[:count])
+            free = self._loads.unclaimed(search.rank, search.missing[:count], *(item[1] for item in offers))
             if not free:
                 owned.close()
                 return count > 0 and await self._joined(
@@ -215,9 +226,10 @@ class Fetcher:
 
     async def _lookup(self, search: Search, tier: Tier, page_keys: Keys) -> Lease | None:
         keys: RecordKeys = search.workers.record_keys(page_keys)
-        query = tier.lookup(keys, search.deadline)
+        deadline = self._deadline(search, tier)
+        query = tier.lookup(keys, deadline)
         try:
-            lease = await wait_until(query, search.deadline)
+            lease = await wait_until(query, deadline)
         except BaseException as error:
             query.on_done(Lease.release)  # A2: whoever gave up leaves this behind
             if not isinstance(error, TimeoutError):
@@ -236,6 +248,13 @@ class Fetcher:
         if lease.pending is not None and not lease.present.all():
             search.news.append(lease.pending)
         return lease
+
+    def _deadline(self, search: Search, *tiers: Tier) -> float:
+        """Until when tiers may take: the resolve's deadline or their own limits, whichever is first (A20)."""
+        limits = [limit for tier in tiers if (limit := self._limits_s[tier.name]) is not None]
+        if not limits:
+            return search.deadline
+        return min(search.deadline, asyncio.get_running_loop().time() + min(limits))
 
     def _failed(self, search: Search, tier: Tier, why: str) -> None:
         search.degrade(f"{tier.name}: {why}")
@@ -302,7 +321,8 @@ class Fetcher:
         wanted = np.concatenate([np.arange(item.first, item.end) for item in stretches if item.fresh]) - first
         mine = [Source(item.tier, item.lease, item.rows[wanted]) for item in sources]
         mine = [item for item in mine if (item.rows >= 0).any()]
-        load = self._loads.begin(search, mine, origin[wanted], stretches, owned)
+        deadline = self._deadline(search, *(item.tier for item in mine))
+        load = self._loads.begin(search, mine, origin[wanted], stretches, owned, deadline)
         if flight is not None and not flight.done:
             flight.settle(False)
         await self._loads.finish(load)

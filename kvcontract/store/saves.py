@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcontract.core.pending import Pending
+from kvcontract.core.pending import Pending, all_of
 from kvcontract.pool.events import Content
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.handoffs import Handoff
@@ -25,7 +25,7 @@ class SealReport:
 
     Attributes:
         pages: pages that had to be saved; 0 if there was nothing new (C9).
-        saved: pages now stored in every tier.
+        saved: pages now stored in every tier that is given them from the device; others follow from there.
         failed: pages that are not, by reason, ``shed`` among them; they are tried again (C4, C5).
     """
 
@@ -65,7 +65,8 @@ class Batch:
         todo: bool[tiers, k], which of them each tier gets.
         cls: by tier.
         budgeted: whether its pins count.
-        shed: pages that were not even tried.
+        shed: int64[m], which pages of the run were not even tried.
+        capped: bool[tiers, k], those that a tier has no room for among what it is being given already.
         report: settles once every copy has landed.
         savings: by tier, its marks.
         pages: int32[k].
@@ -81,7 +82,8 @@ class Batch:
     budgeted: bool
     handoff: Handoff | None = None
     after: After | None = None
-    shed: int = 0
+    shed: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    capped: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), np.bool_))
     report: Pending[SealReport] = field(default_factory=Pending)
     savings: dict[int, Saving] = field(default_factory=dict)
     pages: Pages = field(init=False)
@@ -91,6 +93,8 @@ class Batch:
     def __post_init__(self) -> None:
         self.pages = self.run.pages[self.numbers]
         self.codes = np.zeros(self.todo.shape, np.uint8)
+        if self.capped.size:
+            self.codes[self.capped] = Code.SHED
         self.again = np.zeros(self.todo.shape, np.bool_)
 
     def of(self, tier: int) -> NDArray[np.int64]:
@@ -102,9 +106,91 @@ class Batch:
         worst = self.codes.max(axis=0, initial=Code.OK)
         ok: Flags = worst == Code.OK
         failed = {Code(code).name.lower(): n for code, n in sorted(Counter(worst[~ok].tolist()).items())}
-        if self.shed:
-            failed["shed"] = failed.get("shed", 0) + self.shed
-        return SealReport(len(self.numbers) + self.shed, int(ok.sum()), failed)
+        if shed := len(self.shed):
+            failed["shed"] = failed.get("shed", 0) + shed
+        return SealReport(len(self.numbers) + shed, int(ok.sum()), failed)
+
+    @property
+    def shed_pages(self) -> int:
+        """Pages that some tier was not given, to keep what is under way within bounds."""
+        capped = int(self.capped.any(axis=0).sum()) if self.capped.size else 0
+        return len(self.shed) + capped
+
+
+@dataclass(slots=True, eq=False)
+class Shed:
+    """Pages of a retired request that still want to be saved; `done` once that has ended, or is given up.
+
+    Each is tried once in each tier: one that fails again would keep those behind it waiting for ever.
+
+    Attributes:
+        open: bool[tiers, n], what has not been tried.
+    """
+
+    keys: Keys
+    content: Content | None
+    open: NDArray[np.bool_]
+    saves: list[Pending[SealReport]] = field(default_factory=list)
+    done: Pending[None] = field(default_factory=Pending)
+
+    @property
+    def first(self) -> int:
+        """Number of the first page that is left; as many as there are if none is."""
+        left = np.flatnonzero(self.open.any(axis=0))
+        return int(left[0]) if len(left) else len(self.keys)
+
+    def cut(self, pages: int, page_tokens: int) -> Content | None:
+        """What the first of its pages hold."""
+        told = self.content
+        return None if told is None else Content(told.token_ids[: pages * page_tokens], told.scope)
+
+    def tried(self, first: int, batch: Batch | None) -> bool:
+        """Pages from `first` on were looked at; all but what the batch has shed is done with.
+
+        Returns:
+            Whether some are left.
+        """
+        self.open[:, first:] = False  # what is not resident any more cannot be saved
+        if batch is not None:
+            self.open[:, batch.shed] = True
+            if batch.capped.size:
+                self.open[:, batch.numbers] = batch.capped
+        return bool(self.open.any())
+
+    def end(self) -> None:
+        """Nothing more is tried: it is done once what was tried has landed."""
+        all_of(self.saves).on_done(lambda _: self.done.settle(None))
+
+
+class SavingBudgets:
+    """How many pages each tier is being given, and how many it may be.
+
+    Not thread-safe.
+
+    Args:
+        limits: pages by tier; None: any number.
+    """
+
+    def __init__(self, limits: Sequence[int | None]) -> None:
+        self._limits = tuple(limits)
+        self._used = [0] * len(limits)
+        self.limited = any(limit is not None for limit in limits)
+
+    def cap(self, tier: int, wanted: Flags) -> Flags:
+        """Which of the pages that are wanted, bool[n], the tier has no room for: the last ones."""
+        limit = self._limits[tier]
+        over = np.zeros(len(wanted), np.bool_)
+        if limit is not None:
+            over[np.flatnonzero(wanted)[max(0, limit - self._used[tier]) :]] = True
+        return over
+
+    def take(self, tier: int, pages: int) -> None:
+        """Pages are on their way to a tier."""
+        self._used[tier] += pages
+
+    def give(self, tier: int, pages: int) -> None:
+        """Undo one `take`."""
+        self._used[tier] -= pages
 
 
 class PinBudget:

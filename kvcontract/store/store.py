@@ -49,12 +49,16 @@ class KvStore:
         model: the declaration; without findings.
         ranks: one or several; the table is frozen (A26).
         tiers: below the device, fastest first; the store closes them.
-        secret: the fleet's; None: random, which no persistent or shared tier may use.
+        secret: the fleet's, with which keys are derived; None: the one that the persistent and shared tiers
+            keep, or else random.  One that is given must be theirs; where a tier has none yet, it keeps this.
         loop: run on this event loop instead of a thread of the store's own; deadlines are on its clock, also
             those that tiers are given.
         lane: where bytes are copied and checked; None: a thread for each worker.
         options: how it behaves.
         more: options by name, instead.
+
+    Attributes:
+        too_small_tiers: names of tiers that no record of the model fits into: they are left alone (H7).
 
     Raises:
         NotConformant: the declaration has findings, or a lasting tier has no weights to name
@@ -91,6 +95,7 @@ class KvStore:
         self.keyer = self._core.keyer
         self.fingerprint = self._core.fingerprint
         self.max_tp = self._core.max_tp
+        self.too_small_tiers = self._core.too_small
 
     # The three verbs
 
@@ -231,7 +236,7 @@ class KvStore:
     def release_handoff(self, handoff: str) -> None:
         """The other side has its copy, or will not come: records of a handoff may be evicted; idempotent."""
         self._core.sealer.handoffs.forget(handoff)
-        for tier in self._core.tiers:
+        for tier in self._core.all_tiers:
             tier.release_handoff(handoff)
 
     # Residency
@@ -313,7 +318,7 @@ class KvStore:
 
     def tier_stats(self) -> dict[str, dict[str, int]]:
         """Each tier's own counters and gauges."""
-        return {tier.name: tier.stats() for tier in self._core.tiers}
+        return {tier.name: tier.stats() for tier in self._core.all_tiers}
 
     def explain(self, resolve: KvPrefix | int | str) -> Explanation:
         """Why a hit was as long as it was: by its prefix, its id, or the latest of a label (I8).

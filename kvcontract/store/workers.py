@@ -70,6 +70,7 @@ class Workers:
 
     Attributes:
         columns: records of one page.
+        record_bytes: of each of them, frame included.
 
     Raises:
         UsageFault: declaration and memory do not fit, or a shard would be written by nobody.
@@ -97,9 +98,11 @@ class Workers:
                     f" {self.columns} (max_tp {max_tp}); each must be written by exactly one"
                 )
             undo.pop_all()
-        sizes = [self._record_bytes(shard) for shard in range(self.columns)]
-        self.saved_page_bytes = sum(sizes)
-        self.loaded_page_bytes = sum(sizes[shard] for reads in self._reads for shard in reads.tolist())
+        self.record_bytes = tuple(self._record_bytes(shard) for shard in range(self.columns))
+        self.saved_page_bytes = sum(self.record_bytes)
+        self.loaded_page_bytes = sum(
+            self.record_bytes[shard] for reads in self._reads for shard in reads.tolist()
+        )
 
     def __len__(self) -> int:
         return len(self._workers)

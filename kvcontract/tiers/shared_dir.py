@@ -95,10 +95,10 @@ class SharedDirectory:
         except OSError as error:
             raise EnvironmentFault(f"the directory {str(path)!r} of a shared tier: {error}") from error
 
-    @property
-    def secret(self) -> FleetSecret:
-        """The fleet's secret, made by whoever asks first."""
-        return FleetSecret.of_file(self.path / "secret", create=True)
+    def secret(self, create: bool | FleetSecret) -> FleetSecret | None:
+        """The fleet's secret; None: there is none, and none is to be made."""
+        path = self.path / "secret"
+        return FleetSecret.of_file(path, create=create) if create or path.exists() else None
 
     @property
     def leases(self) -> str:

@@ -832,26 +832,28 @@ def test_h4_foreign_files_are_left_alone_and_named(tmp_path: Path) -> None:
     assert not (tmp_path / "store.json-1.tmp").exists()
 
 
-def test_the_fleets_secret_is_made_at_first_use(tmp_path: Path) -> None:
+def test_the_fleets_secret_is_kept_once(tmp_path: Path) -> None:
     """The file has mode 0600, is made once, and is refused when others may read it or it is no secret."""
     tier = tier_of(tmp_path, 4)
     file = tmp_path / "secret"
+    assert tier.kept_secret() is None
     assert not file.exists()
-    secret = tier.secret
-    assert tier.secret == secret == FleetSecret.of_file(file)
+    secret = FleetSecret.random()
+    assert tier.keep_secret(secret) == tier.kept_secret() == secret == FleetSecret.of_file(file)
+    assert tier.keep_secret(FleetSecret.random()) == secret
     assert file.stat().st_mode & 0o777 == 0o600
     assert tier.close(FOREVER)
     tier = tier_of(tmp_path, 4)
-    assert tier.secret == secret
+    assert tier.kept_secret() == secret
     assert tier.foreign_files == ()
     file.chmod(0o640)
     with pytest.raises(UsageFault, match="mode 0640; only its owner may read it: chmod 600"):
-        _ = tier.secret
+        tier.kept_secret()
     file.chmod(0o600)
     for text in ("", "zz", "ab" * 15):
         file.write_text(text)
         with pytest.raises(UsageFault, match="fleet secret"):
-            _ = tier.secret
+            tier.keep_secret(secret)
     assert tier.close(FOREVER)
     with pytest.raises(UsageFault, match="No such file"):
         FleetSecret.of_file(tmp_path / "nowhere" / "secret")
