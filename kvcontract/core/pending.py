@@ -200,5 +200,6 @@ class Once:
         return not taken
 
     def __call__(self) -> None:
+        """Call the function, unless somebody was here before."""
         if self.take():
             self._function()

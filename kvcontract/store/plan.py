@@ -59,10 +59,9 @@ def chosen(
     if not len(rows):
         return None
     capped = np.zeros_like(todo)
-    if budgets.limited:
-        for number, cls in enumerate(classes):
-            if cls is not SaveClass.HANDOFF:
-                capped[number] = budgets.cap(number, todo[number])
+    if budgets.limited and handoff is None:  # C5
+        for number in range(len(todo)):
+            capped[number] = budgets.cap(number, todo[number])
         todo = todo & ~capped
     kept = np.flatnonzero(todo.any(axis=0))
     if left is not None:

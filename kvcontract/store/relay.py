@@ -271,7 +271,7 @@ class Relays:
         if len(rows) < count:
             codes[~present] = Code.MISS
             self._missed(hop, np.flatnonzero(~present))
-        if not len(rows):
+        if not len(rows) or self._late(codes, rows, deadline):
             lease.release()
             self._finish(hop, codes)
             return
@@ -300,7 +300,7 @@ class Relays:
         columns = len(self._records.record_bytes)
         codes[rows] = found.reshape(-1, columns).max(axis=1)
         whole = np.flatnonzero(codes[rows] == Code.OK)
-        if not len(whole):
+        if not len(whole) or self._late(codes, rows[whole], deadline):
             self._finish(hop, codes)
             return
         mine = (whole[:, None] * columns + np.arange(columns)).ravel()
@@ -312,6 +312,13 @@ class Relays:
             self._guarded(hop, lambda: self._booked(hop, codes, begun))
 
         op.on_done(saved)
+
+    def _late(self, codes: Codes, rows: Any, deadline: float) -> bool:
+        """Whether the deadline has passed: nothing further is issued (A9)."""
+        late = self._clock.time() > deadline
+        if late:
+            codes[rows] = Code.EXPIRED
+        return late
 
     def _booked(self, hop: Hop, codes: Codes, begun: float) -> None:
         """The target has answered: what it has is known, and may go further."""

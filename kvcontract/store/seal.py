@@ -262,7 +262,7 @@ class Sealer:
                     generations = run.generations[batch.numbers[mine] - run.first]
                     keys = run.keys[batch.numbers[mine]]
                     batch.savings[number] = known.of(rank).begin(batch.pages[mine], keys, generations)
-                    if classes[number] is not SaveClass.HANDOFF:
+                    if handoff is None:
                         self._saving.take(number, len(mine))
             self._open[batch] = None
         for number in plan.back:
@@ -330,7 +330,7 @@ class Sealer:
     def _saved(self, batch: Batch, number: int, begun: float, verdict: Verdict) -> None:
         """One tier has answered; whatever goes wrong here, the save has its terminal (R8)."""
         rows = batch.of(number)
-        if batch.cls[number] is not SaveClass.HANDOFF:
+        if batch.handoff is None:
             with self._lock:
                 self._saving.give(number, len(rows))
         try:
