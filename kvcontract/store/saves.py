@@ -150,9 +150,10 @@ class Shed:
         Returns:
             Whether some are left.
         """
+        before = self.open.copy()
         self.open[:, first:] = False  # what is not resident any more cannot be saved
         if batch is not None:
-            self.open[:, batch.shed] = True
+            self.open[:, batch.shed] = before[:, batch.shed]
             if batch.capped.size:
                 self.open[:, batch.numbers] = batch.capped
         return bool(self.open.any())
