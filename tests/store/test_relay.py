@@ -1,4 +1,4 @@
-"""Write-back: pages go from the device to the tier above, and on from there in the background (C3, C8, R8)."""
+"""Write-back: pages go from the device to the tier above, and on from there in the background (C3, C8)."""
 
 from __future__ import annotations
 
