@@ -14,7 +14,7 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.model import KvModel, Scope
 from kvcontract.contract.wire import fingerprint
 from kvcontract.core.lane import Lane
-from kvcontract.core.pending import Pending, all_of, wait_until
+from kvcontract.core.pending import Pending, all_of, report_uncaught, wait_until
 from kvcontract.pool.events import Event
 from kvcontract.pool.keys import FleetSecret, Keyer, TokenIds
 from kvcontract.pool.request import RequestKv
@@ -40,6 +40,7 @@ from kvcontract.store.stats import StoreStats, Tally
 from kvcontract.store.tier_policy import DEFAULT, TierPolicy
 from kvcontract.store.workers import Workers
 from kvcontract.tiers.base import Tier
+from kvcontract.tiers.cipher import NO_KEY, Encryption, KeyId, RecordCipher
 from kvcontract.tiers.guard import GuardedTier
 
 LASTING_MAX_TP: Final = 8
@@ -59,6 +60,7 @@ class StoreOptions:
         cost: figures of the cost model; None: off, everything that is found is restored (A21).
         events: told of what tiers hold (I7); None: nobody is.
         tiers: how single tiers are used, by name; the others as `TierPolicy()` says.
+        encryption: of records that outlive or leave the process; None: they are stored in the clear.
     """
 
     max_tp: int | None = None
@@ -68,6 +70,7 @@ class StoreOptions:
     cost: CostFigures | None = None
     events: TierEvents | None = None
     tiers: Mapping[str, TierPolicy] = field(default_factory=dict)
+    encryption: Encryption | None = None
 
     def __post_init__(self) -> None:
         shares = {name: getattr(self, name) for name in ("save_budget", "pin_budget", "scope_pin_quota")}
@@ -131,7 +134,8 @@ class StoreCore:
         self.max_tp = options.max_tp or max(
             *(rank.tp for rank in ranks), LASTING_MAX_TP if lasting_names(tiers) else 1, 1
         )
-        allowed = refuse(model, ranks, tiers, secret, options.tiers, self.max_tp)
+        allowed = refuse(model, ranks, tiers, secret, self.max_tp, options.tiers, options.encryption)
+        self.cipher = None if options.encryption is None else RecordCipher(options.encryption)
         self.part, self.too_small = allowed.part, allowed.too_small
         self.fingerprint = fingerprint(model)
         self.keyer = Keyer(self.fingerprint.required, allowed.secret, model.page_tokens)
@@ -147,7 +151,15 @@ class StoreCore:
         self.workers: dict[str, Workers] = {}
         with ExitStack() as undo:
             for rank in ranks:
-                made = Workers(model, self.part, rank, max_tp=self.max_tp, lane=lane, clock=clock.time)
+                made = Workers(
+                    model,
+                    self.part,
+                    rank,
+                    max_tp=self.max_tp,
+                    lane=lane,
+                    clock=clock.time,
+                    cipher=self.cipher,
+                )
                 self.workers[rank.name] = made
                 undo.callback(made.close, clock.time())
             self._connect(ranks)
@@ -168,6 +180,7 @@ class StoreCore:
             self.tally,
             clock,
             lambda: self.loads.pending,
+            self.cipher,
         )
         self.sealer = Sealer(
             self.known,
@@ -178,6 +191,7 @@ class StoreCore:
             clock.time,
             budget=self.options.save_budget,
             tell=tell,
+            key_of=self.key_of,
         )
         self.cost = CostModel(self.options.cost, self.tally)
         self.lines = Lines()
@@ -251,6 +265,17 @@ class StoreCore:
             if rank.pool is req.pool:
                 return rank
         raise UsageFault("the request draws from a pool that is no rank of this store")
+
+    def key_of(self, scope: Scope) -> KeyId | None:
+        """What records of a scope are encrypted with; None: it is not known, so they stay in the process."""
+        if self.cipher is None:
+            return NO_KEY
+        try:
+            return self.cipher.id_of(scope)
+        except Exception as error:  # noqa: BLE001 - the operator's function; told, and nothing is stored clear
+            self.tally.count("scopes_without_key")
+            report_uncaught(error)
+            return None
 
     def refuse_demand(self, policy: ResolvePolicy) -> None:
         """Refuse what could only be met by recomputing in silence (A24).

@@ -202,7 +202,7 @@ class Loads:
         blocks = np.concatenate([item.pages.pages for item in fresh])
         generations = search.rank.pool.generation[blocks]
         begun = self._clock()
-        op = search.workers.load(sources, search.keys[wanted], blocks, deadline)
+        op = search.workers.load(sources, search.keys[wanted], blocks, deadline, key=search.ask.key)
         kept = owned.pop_all()
         load = Load(
             search, sources, kept, stretches, wanted, origin, blocks, generations, op, begun, deadline

@@ -17,6 +17,7 @@ from kvcontract.store.rank import Rank
 from kvcontract.store.secret import fleet_secret
 from kvcontract.store.tier_policy import TierPolicy, policy_faults, small_budget_faults
 from kvcontract.tiers.base import Tier
+from kvcontract.tiers.cipher import Encryption
 from kvcontract.tiers.frame import header_bytes
 
 
@@ -40,8 +41,9 @@ def refuse(
     ranks: Sequence[Rank],
     tiers: Sequence[Tier],
     secret: FleetSecret | None,
-    policies: Mapping[str, TierPolicy],
     max_tp: int,
+    policies: Mapping[str, TierPolicy],
+    encryption: Encryption | None,
 ) -> Allowed:
     """Refuse what cannot be served.
 
@@ -50,8 +52,9 @@ def refuse(
         ranks: to be served.
         tiers: fastest first.
         secret: given by the caller.
-        policies: by name of the tier.
         max_tp: most workers that may ever read the records.
+        policies: by name of the tier.
+        encryption: of records that leave the process.
 
     Raises:
         NotConformant: the declaration has findings, or nothing else is wrong than that weights are unnamed
@@ -74,6 +77,7 @@ def refuse(
     if mixing:
         faults.append(f"tier {', '.join(mixing)} cannot keep scopes apart; every tier of a store must (D3)")
     faults += policy_faults(policies, [tier.name for tier in tiers])
+    faults += [] if encryption is None else encryption.faults()
     small: tuple[str, ...] = ()
     if not never:
         small, wrong = _sizes(model, parts(model)[0], tiers, policies, max_tp)

@@ -28,6 +28,7 @@ from kvcontract.store.saves import Run
 from kvcontract.store.stats import Tally
 from kvcontract.store.tier_policy import TierPolicy
 from kvcontract.tiers.base import Buffers, Code, Codes, Lease, RecordKeys, SaveClass
+from kvcontract.tiers.cipher import NO_KEY, RecordCipher, leaves
 
 BUFFER_BYTES: Final = 32 * 2**20
 """Memory that the relays to one tier go through; at least a page."""
@@ -86,6 +87,7 @@ class Relays:
         tally: where everything is counted.
         clock: the store's.
         loads: those in flight, which go first.
+        cipher: of what leaves the process; None: nothing is encrypted.
     """
 
     def __init__(
@@ -96,7 +98,9 @@ class Relays:
         tally: Tally,
         clock: RelayClock,
         loads: Callable[[], Sequence[Pending[None]]],
+        cipher: RecordCipher | None = None,
     ) -> None:
+        self._cipher = cipher
         self._records = records
         self._tally = tally
         self._clock = clock
@@ -299,6 +303,7 @@ class Relays:
         """What was loaded is in the buffer: save what came whole."""
         columns = len(self._records.record_bytes)
         codes[rows] = found.reshape(-1, columns).max(axis=1)
+        self._encrypt(hop, keys[places], rows, buffers, codes)
         whole = np.flatnonzero(codes[rows] == Code.OK)
         if not len(whole) or self._late(codes, rows[whole], deadline):
             self._finish(hop, codes)
@@ -312,6 +317,27 @@ class Relays:
             self._guarded(hop, lambda: self._booked(hop, codes, begun))
 
         op.on_done(saved)
+
+    def _encrypt(self, hop: Hop, keys: RecordKeys, rows: Any, buffers: Buffers, codes: Codes) -> None:
+        """What leaves the process here leaves it encrypted; else nobody looks into a frame on the way."""
+        cipher = self._cipher
+        if cipher is None or not leaves(hop.target.tier.capabilities):
+            return
+        if leaves(hop.source.tier.capabilities):
+            return  # it is already
+        columns, pieces = len(self._records.record_bytes), buffers.pieces()
+        for at, row in enumerate(rows.tolist()):
+            relay, _ = hop.batch[row]
+            key = relay.run.key
+            if codes[row] != Code.OK or key == NO_KEY:
+                continue
+            if key is None:
+                codes[row] = Code.REFUSED
+                continue
+            for place in range(at * columns, (at + 1) * columns):
+                address, size = pieces[place][0]
+                sealed = cipher.seal_frame(key, keys[place].tobytes(), address, size)
+                codes[row] = max(int(codes[row]), sealed)
 
     def _late(self, codes: Codes, rows: Any, deadline: float) -> bool:
         """Whether the deadline has passed: nothing further is issued (A9)."""

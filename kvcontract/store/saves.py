@@ -17,6 +17,7 @@ from kvcontract.store.marks import Flags, Generations, Saving
 from kvcontract.store.rank import Rank
 from kvcontract.store.workers import After
 from kvcontract.tiers.base import Code, SaveClass
+from kvcontract.tiers.cipher import NO_KEY, KeyId
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Run:
         first: number of the first page that is looked at.
         generations: uint32[n - first], of the occupants of those.
         content: what they hold, if somebody is told (I7).
+        key: that their records are encrypted with where they leave the process; None: none is known.
     """
 
     keys: Keys
@@ -54,6 +56,7 @@ class Run:
     generations: Generations
     content: Content | None
     first: int = 0
+    key: KeyId | None = NO_KEY
 
 
 @dataclass(slots=True, eq=False)
@@ -125,10 +128,12 @@ class Shed:
 
     Attributes:
         open: bool[tiers, n], what has not been tried.
+        key: see `Run`.
     """
 
     keys: Keys
     content: Content | None
+    key: KeyId | None
     open: NDArray[np.bool_]
     saves: list[Pending[SealReport]] = field(default_factory=list)
     done: Pending[None] = field(default_factory=Pending)

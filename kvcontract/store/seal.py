@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.model import Scope
 from kvcontract.core.pending import Pending, all_of, report_uncaught
 from kvcontract.pool.events import Content
 from kvcontract.pool.index import Keys
@@ -38,6 +39,7 @@ from kvcontract.store.stats import Tally
 from kvcontract.store.tier_policy import TierPolicy
 from kvcontract.store.workers import After, Verdict, Workers
 from kvcontract.tiers.base import Clock, Code, SaveClass
+from kvcontract.tiers.cipher import KeyId
 
 __all__ = ["NOTHING", "SealReport", "Sealer"]
 
@@ -57,6 +59,7 @@ class Sealer:
         clock: the store's.
         budget: share of a pool that saves may pin which may be shed.
         tell: whether somebody is told what pages hold.
+        key_of: what records of a scope are encrypted with; None: unknown, so they leave the process nowhere.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Sealer:
         *,
         budget: float,
         tell: bool,
+        key_of: Callable[[Scope], KeyId | None],
     ) -> None:
         self._known = tuple(known)
         self._policies = tuple(policies)
@@ -79,6 +83,7 @@ class Sealer:
         self._tally = tally
         self._clock = clock
         self._tell = tell
+        self._key_of = key_of
         self._lock = threading.Lock()
         self._open: dict[Batch, None] = {}
         self._budgets = {
@@ -150,7 +155,7 @@ class Sealer:
         if shed and last:
             keys = batch.run.keys.copy()
             still = np.ones((len(self._known), len(keys)), np.bool_)
-            self._remember(rank, Shed(keys, batch.run.content, still))
+            self._remember(rank, Shed(keys, batch.run.content, batch.run.key, still))
         self._start(batch)
         if shed and last:
             self._drain(rank)  # pins may have come back before it was remembered
@@ -165,7 +170,7 @@ class Sealer:
             return
         content = search.content(0, end) if self._tell else None
         pages = search.hold.pages[:end]
-        run = Run(search.keys[:end], pages, rank.pool.generation[pages], content)
+        run = Run(search.keys[:end], pages, rank.pool.generation[pages], content, key=search.ask.key)
         now, came = self._clock(), np.zeros(end, np.bool_)
         came[landed.numbers] = True
         with self._lock:
@@ -200,7 +205,8 @@ class Sealer:
         # What it began with, and what a seal before has dealt with, is looked at again in the end.
         seen = self._sealed.get(req, req.hit_tokens // page)
         first = 0 if last or handoff is not None else min(count, seen)
-        run = Run(req.keys, pages, rank.pool.generation[pages[first:]], content, first)
+        generations = rank.pool.generation[pages[first:]]
+        run = Run(req.keys, pages, generations, content, first, self._key_of(req.scope))
         batch = self._planned(rank, run, cls, handoff, retry=last)
         if handoff is None:
             self._sealed[req] = count if batch is None or not batch.shed_pages else first
@@ -322,6 +328,7 @@ class Sealer:
                 now + self._policies[number].save_deadline_s,
                 batch.after,
                 handoff=batch.handoff.name if batch.handoff and cls is SaveClass.HANDOFF else None,
+                key=batch.run.key,
             )
             outcomes.append(op.map(partial(self._saved, batch, number, now)))
         # C12: all copies are awaited before anything is released
@@ -429,7 +436,7 @@ class Sealer:
             pages, first, batch = hold.pages.copy(), item.first, None
             content = item.cut(len(pages), rank.pool.page_tokens)
             generations = rank.pool.generation[pages[first:]]
-            run = Run(item.keys[: len(pages)], pages, generations, content, first)
+            run = Run(item.keys[: len(pages)], pages, generations, content, first, item.key)
             with self._lock:
                 if len(pages) > first:
                     still = item.open[:, first : len(pages)]

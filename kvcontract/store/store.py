@@ -402,7 +402,9 @@ class KvStore:
         self._core.refuse_demand(policy)
         deadline, items = self._loop.time() + policy.deadline_s, Media(media, len(ids))
         workers, number = self._core.workers[rank], next(self._numbers)
-        return Ask(number, found, workers, ids, scope or Scope(), policy, deadline, items, cancel, label)
+        given = scope or Scope()
+        key = self._core.key_of(given)
+        return Ask(number, found, workers, ids, given, policy, deadline, items, cancel, label, key)
 
     def _keys(self, tokens: TokenIds, scope: Scope | None, media: Sequence[MediaItem]) -> PageKeys:
         ids, page = token_array(tokens), self.model.page_tokens
