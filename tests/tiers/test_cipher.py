@@ -154,7 +154,9 @@ def test_kvc_store_verify_finds_damage_without_a_key(tmp_path: Path) -> None:
         cipher_of(a=A).seal_frame(key_id(A), name[0].tobytes(), record.ctypes.data, record.nbytes) == Code.OK
     )
     tier = DiskTier(tmp_path, 1 << 22)
-    saved = tier.save(name, Buffers.of([record]), SaveClass.CACHEABLE, math.inf).wait(60.0)
+    start, size = record.ctypes.data, len(head)
+    pieces = np.array([start, start + size]), np.array([size, len(payload)]), np.array([0, 2])
+    saved = tier.save(name, Buffers(*pieces, (record,)), SaveClass.CACHEABLE, math.inf).wait(60.0)
     assert saved.tolist() == [Code.OK]
     assert tier.close(time.monotonic() + 60.0)
     assert disk_audit.verify(tmp_path, lambda *_: None).whole
