@@ -150,7 +150,7 @@ class Relays:
             rows: int64[n], of its generations; those that are on their way there already are left out.
 
         Returns:
-            Whether there were any; `start` has to follow.
+            Whether there were any; the caller looks then whether they have arrived meanwhile.
         """
         hop, numbers = self._hops[number], rows + run.first
         names = names_of(run.keys[numbers])
@@ -267,6 +267,7 @@ class Relays:
         count, columns = len(hop.batch), len(self._records.record_bytes)
         codes = np.full(count, Code.FAILED, np.uint8)
         if lease.failed or lease.present.shape != keys.shape:  # A15: nothing is known
+            self._tally.count("tier_answers_refused", int(not lease.failed))
             lease.release()
             self._finish(hop, codes)
             return
@@ -319,12 +320,10 @@ class Relays:
         op.on_done(saved)
 
     def _encrypt(self, hop: Hop, keys: RecordKeys, rows: Any, buffers: Buffers, codes: Codes) -> None:
-        """What leaves the process here leaves it encrypted; else nobody looks into a frame on the way."""
+        """What leaves the process leaves it encrypted; else nobody looks into a frame on the way."""
         cipher = self._cipher
         if cipher is None or not leaves(hop.target.tier.capabilities):
             return
-        if leaves(hop.source.tier.capabilities):
-            return  # it is already
         columns, pieces = len(self._records.record_bytes), buffers.pieces()
         for at, row in enumerate(rows.tolist()):
             relay, _ = hop.batch[row]
@@ -371,6 +370,8 @@ class Relays:
         """End the batch that is under way, and go on with the next."""
         with self._lock:
             items, hop.batch = hop.batch, []
+        if not items:
+            return  # it has ended already
         keys = keys_of(items)
         self._end(hop, items, codes)
         self.arrived(hop.number, keys, codes == Code.OK)

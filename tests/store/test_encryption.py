@@ -236,6 +236,22 @@ def test_without_a_key_nothing_leaves_the_process(monkeypatch: pytest.MonkeyPatc
         assert "key_of names 'nobody'" in str(told[0].exc_value)
 
 
+def test_a_relay_encrypts_what_is_in_the_clear_from_before() -> None:
+    """From one lasting tier to the next: records that were stored before keys were given do not go on so."""
+    now: list[str | None] = [None]
+    policies = {"far": TierPolicy(write="back")}
+    options = StoreOptions(encryption=crypt(lambda _: now[0]), tiers=policies)
+    claims = {"disk": {"persistent": True}, "far": {"shared": True}}
+    with setup(tiers=3, model=NAMED, secret=SECRET, claims=claims, options=options, max_tp=1) as s:
+        s.tiers[2].codes["save"] = lambda codes: codes + 9
+        s.store.retire(s.compute(TOKENS))
+        s.tiers[2].codes.clear()
+        now[0] = "a"
+        s.store.retire(s.compute(TOKENS, s.loop.run(s.resolve(TOKENS))))
+        assert {header.seal for header in headers(s, 1)} == {CLEAR}
+        assert {header.seal[:8] for header in headers(s, 2)} == {key_id(A)}
+
+
 def test_c7_a_handoff_is_encrypted_too() -> None:
     """C7: what another process fetches lies in a shared tier."""
     with lasting(crypt(), tiers=3) as s:
