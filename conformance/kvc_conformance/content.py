@@ -109,8 +109,8 @@ def _states(tokens: Sequence[int], whose: str) -> Iterator[bytes]:
         yield state
 
 
-def trimmed(model: KvModel, page_tokens: int, limit_bytes: int) -> KvModel:
-    """The declaration at another page size, with as many arenas as `limit_bytes` a token allow.
+def trimmed(model: KvModel, page_tokens: int, limit_bytes: int, key_tokens: int | None = None) -> KvModel:
+    """The declaration at other sizes of pages and records, with arenas for `limit_bytes` a token.
 
     At least one arena of each group stays; a conversion does not: it has clauses of its own and may round.
     """
@@ -122,13 +122,19 @@ def trimmed(model: KvModel, page_tokens: int, limit_bytes: int) -> KvModel:
             groups.add(arena.group)
             total += size
     names = {arena.name for arena in taken}
+    left = {arena.name for arena in model.arenas} - names
+    places = {(arena.group, arena.layer) for arena in taken if arena.layer is not None}
     repack = model.repack
     if repack is not None:
-        kept = tuple(arena for arena in repack.arenas if arena.name in names)
+        kept = tuple(
+            arena
+            for arena in repack.arenas
+            if arena.name in names or (arena.name not in left and (arena.group, arena.layer) in places)
+        )
         derived = repack.conversion == "derived"
         repack = repack.model_copy(update={"arenas": kept}) if derived else None
     update = {"arenas": tuple(taken), "repack": repack}
-    return with_page_tokens(model.model_copy(update=update), page_tokens)
+    return with_page_tokens(model.model_copy(update=update), page_tokens, key_tokens)
 
 
 def page_sizes(model: KvModel, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ bit, is found out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.dtypes import DTYPE_BITS
+from kvcontract.contract.errors import InternalFault
 from kvcontract.contract.model import Arena, Field, KvModel
 
 Serials = NDArray[np.int64]
@@ -204,7 +205,7 @@ def device_map(fill: Fill, block: int, worker: int = 0, tp: int = 1) -> Map:
     for arena in arenas:
         gap = -length % arena.align_bytes
         held = {field.name: _held(fill, arena, field, block, worker, tp) for field in arena.fields}
-        chunks += [_padding(gap), _arena_map(arena, held, fill)]
+        chunks += [_padding(gap), _arena_map(arena, held)]
         length += gap + len(chunks[-1].serial)
     steps = [step for arena in arenas for step in (arena.stride_multiple_bytes, arena.align_bytes)]
     return _join([*chunks, _padding(-length % int(np.lcm.reduce(steps)))])
@@ -214,9 +215,7 @@ def side_by_side_map(fill: Fill, block: int) -> Map:
     """Blocks of arenas that are bound one by one (layer-first), concatenated, each with its own padding."""
     chunks: list[Map] = []
     for arena in fill.model.arenas:
-        laid = _arena_map(
-            arena, {f.name: fill.serials((arena.name, f.name))[block] for f in arena.fields}, fill
-        )
+        laid = _arena_map(arena, {f.name: fill.serials((arena.name, f.name))[block] for f in arena.fields})
         multiple = int(np.lcm(arena.stride_multiple_bytes, arena.align_bytes))
         chunks += [laid, _padding(-len(laid.serial) % multiple)]
     return _join(chunks)
@@ -234,35 +233,64 @@ def cut(numbers: Serials, field: Field, worker: int, tp: int) -> Serials:
     return slices[worker]
 
 
-def wire_map(fill: Fill, block: int, shard: int, shards: int) -> Map:
-    """One record's payload: dense, in the wire form's order; a cut field's slice, the rest in shard 0."""
+def wire_map(fill: Fill, blocks: Sequence[int], shard: int, shards: int) -> Map:
+    """One record's payload: dense, in the wire form's order; a cut field's slice, the rest in shard 0.
+
+    The rows of its pages, which lie in `blocks`, follow one another.
+    """
     model = fill.model
     arenas = model.arenas if model.repack is None else model.repack.arenas
-    device = {(arena.name, field.name): field for arena in model.arenas for field in arena.fields}
     chunks = []
     for arena in arenas:
         taken: dict[str, Serials] = {}
         for field in arena.fields:
             if field.shard_axis is None and shard:
                 continue
-            numbers = fill.serials((arena.name, field.name))[block]
-            numbers = _turned(numbers, _axes(device[arena.name, field.name]), _axes(field))
-            taken[field.name] = cut(numbers, field, shard, shards)
+            taken[field.name] = cut(_stored(fill, arena, field, blocks), field, shard, shards)
         if taken:
             kept = arena.model_copy(update={"fields": tuple(f for f in arena.fields if f.name in taken)})
-            chunks.append(_arena_map(kept, taken, fill))
+            chunks.append(_arena_map(kept, taken))
     return _join(chunks)
 
 
-def _arena_map(arena: Arena, numbers: dict[str, Serials], fill: Fill) -> Map:
+def _stored(fill: Fill, arena: Arena, field: Field, blocks: Sequence[int]) -> Serials:
+    """[*axes]: the numbers of the elements that one field on the wire holds, whatever holds them here."""
+    want = _axes(field)
+    joint = [axis for axis in want if "|" in axis]
+    inner = tuple(axis for axis in want if axis not in joint)
+    names = joint[0].split("|") if joint else [field.name]
+    found = [_turned(*_held_here(fill, arena, name, blocks), inner) for name in names]
+    return np.stack(found, axis=want.index(joint[0])) if joint else found[0]
+
+
+def _held_here(fill: Fill, wire: Arena, name: str, blocks: Sequence[int]) -> tuple[Serials, tuple[str, ...]]:
+    """Numbers and axes of a field of the device, which may be one of several that are joined in one."""
+    arenas = fill.model.arenas
+    near = [a for a in arenas if (a.group, a.layer) == (wire.group, wire.layer) and wire.layer is not None]
+    for arena in (*(a for a in arenas if a.name == wire.name), *near):
+        for field in arena.fields:
+            axes = _axes(field)
+            pages = [fill.serials((arena.name, field.name))[block] for block in blocks]
+            numbers = np.concatenate(pages, axes.index("token"))
+            joint = [axis for axis in axes if "|" in axis]
+            names = joint[0].split("|") if joint else [field.name]
+            if name in names:
+                rest = tuple(axis for axis in axes if axis not in joint)
+                return (
+                    (np.take(numbers, names.index(name), axes.index(joint[0])), rest)
+                    if joint
+                    else (numbers, rest)
+                )
+    raise InternalFault(f"{wire.name}.{name} is nowhere on the device")
+
+
+def _arena_map(arena: Arena, numbers: dict[str, Serials]) -> Map:
     """Walk one block in memory order."""
     if arena.arrangement == "planes":
-        return _join([_elements(numbers[f.name], fill.width((arena.name, f.name))) for f in arena.fields])
+        return _join([_elements(numbers[f.name], _width(f)) for f in arena.fields])
     rows = next(iter(numbers.values())).shape[0]
     walk = [
-        _elements(numbers[field.name][row], fill.width((arena.name, field.name)))
-        for row in range(rows)
-        for field in arena.fields
+        _elements(numbers[field.name][row], _width(field)) for row in range(rows) for field in arena.fields
     ]
     return _join(walk)
 
@@ -298,7 +326,12 @@ def _shape(field: Field, rows: int) -> tuple[tuple[str, ...], tuple[int, ...], i
     bits = DTYPE_BITS[field.dtype]
     if bits < 8:  # noqa: PLR2004 - two or more elements share a byte: the last axis counts bytes
         shape[-1] = shape[-1] * bits // 8
-    return axes, tuple(shape), max(1, bits // 8)
+    return axes, tuple(shape), _width(field)
+
+
+def _width(field: Field) -> int:
+    """Bytes of an element, or of two that share one."""
+    return max(1, DTYPE_BITS[field.dtype] // 8)
 
 
 def _turned(numbers: Serials, have: tuple[str, ...], want: tuple[str, ...]) -> Serials:

@@ -47,9 +47,11 @@ class Hit:
     wrong: str | None
 
 
-def model_for(bench: Bench, page_tokens: int, limit_bytes: int = SMALL_ROW_BYTES) -> KvModel:
+def model_for(
+    bench: Bench, page_tokens: int, limit_bytes: int = SMALL_ROW_BYTES, key_tokens: int | None = None
+) -> KvModel:
     """The declaration that stores are made of: small, where there is a small one."""
-    return small_enough(trimmed(bench.small, page_tokens, limit_bytes))
+    return small_enough(trimmed(bench.small, page_tokens, limit_bytes, key_tokens))
 
 
 def prompt(seed: int, *path: int, length: int) -> list[int]:

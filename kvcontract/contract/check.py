@@ -15,9 +15,10 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from kvcontract.contract.clauses import CLAUSES, clause
-from kvcontract.contract.dtypes import DTYPE_BITS
+from kvcontract.contract.dtypes import DTYPE_BITS, WIDER
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.layout import layout, tp_faults
+from kvcontract.contract.members import joint_fault, pairs
 from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Group, KvModel
 from kvcontract.contract.revalidate import shown
 from kvcontract.contract.wire import parts
@@ -157,10 +158,18 @@ def _spelling(model: KvModel) -> Iterator[Found]:
             yield Found(path, name, "a name without '/'", message, owner)
 
 
+def _joints(model: KvModel) -> Iterator[Found]:
+    for path, _, item in _all_fields(model):
+        fault = joint_fault(item)
+        if fault:
+            yield Found(f"{path}.axes", dict(item.axes), "one axis such as k|v of size 2", fault, item)
+
+
 @_checks("KVC-DECL-06")
 def _names(model: KvModel, _tp: int) -> Iterator[Found]:
     unspeakable = list(_spelling(model))
     yield from unspeakable
+    yield from _joints(model)
     groups = [group.name for group in model.groups]
     arenas = [arena.name for arena in model.arenas]
     for i in _repeated(groups):
@@ -250,8 +259,6 @@ def _served(model: KvModel, _tp: int) -> Iterator[Found]:
     for i, group in enumerate(model.groups):
         for name, value, allowed in _unserved_group(group):
             yield Found(f"groups[{i}].{name}", value, allowed, message, group)
-    if model.record_tokens != model.page_tokens:
-        yield Found("key_tokens", model.key_tokens, f"{model.page_tokens} or None", message, model)
     for path, arena in _all_arenas(model):
         if arena.tokens_per_row != 1:
             yield Found(f"{path}.tokens_per_row", arena.tokens_per_row, "1", message, arena)
@@ -367,20 +374,13 @@ def _repack(model: KvModel, _tp: int) -> Iterator[Found]:
         yield Found("repack.bound", repack.bound, "a bound if and only if not lossless", message, repack)
     if repack.conversion != "derived":
         return
-    device = {(arena.name, item.name): item for arena in model.arenas for item in arena.fields}
-    wire = {(arena.name, item.name): item for arena in repack.arenas for item in arena.fields}
-    for name in sorted(device.keys() ^ wire.keys()):
-        message = f"{'.'.join(name)} stands on one side only"
-        yield Found("repack.arenas", ".".join(name), "the same fields on both sides", message, repack)
-    for name in device.keys() & wire.keys():
-        ours, theirs = device[name], wire[name]
-        same = _sizes(ours) == _sizes(theirs) and ours.dtype == theirs.dtype
-        if not same or ours.shard_axis != theirs.shard_axis:
-            allowed = f"{ours.dtype} {_sizes(ours)} cut along {ours.shard_axis}, in any order"
-            value = f"{theirs.dtype} {_sizes(theirs)} cut along {theirs.shard_axis}"
-            yield Found(f"repack.arenas {'.'.join(name)}", value, allowed, "numbers would change", theirs)
-
-
-def _sizes(field: Field) -> dict[str, int]:
-    """A field's axes without the token axis, which either side may place as it likes."""
-    return {axis: size for axis, size in field.axes.items() if axis != TOKEN_AXIS}
+    paired, lonely = pairs(model.arenas, repack.arenas)
+    for name in lonely:
+        message = f"{name} stands on one side only"
+        yield Found("repack.arenas", name, "the same fields on both sides", message, repack)
+    for name, ours, theirs, item in paired:
+        same = dict(ours.axes) == dict(theirs.axes) and ours.shard_axis == theirs.shard_axis
+        if not same or theirs.dtype not in {ours.dtype, *WIDER.get(ours.dtype, ())}:
+            allowed = f"{ours.dtype} or wider, {dict(ours.axes)} cut along {ours.shard_axis}, in any order"
+            value = f"{theirs.dtype} {dict(theirs.axes)} cut along {theirs.shard_axis}"
+            yield Found(f"repack.arenas {name}", value, allowed, "numbers would change", item)

@@ -234,9 +234,9 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         id="KVC-REPACK-01",
         level="L0",
         who="author",
-        rule="A derived repack has the same arenas and fields on both sides, differing in order alone.",
+        rule="A derived repack has the same fields on both sides: reordered, joined, split or widened.",
         why="Numbers that change need a callable; the runtime cannot guess it.",
-        fix="List the same fields with the same dtypes, or name a Conversion; state lossless or a bound.",
+        fix="List the same fields with the same dtypes or wider ones, or name a Conversion.",
         requires=_LOADED,
     ),
     Clause(

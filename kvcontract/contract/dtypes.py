@@ -25,3 +25,18 @@ DTYPE_BITS: Final[dict[str, int]] = {
     "uint4": 4,
     "bool": 8,
 }
+
+_FLOATS: Final = frozenset({"float32", "float64"})
+
+WIDER: Final[dict[str, frozenset[str]]] = {
+    "float32": frozenset({"float64"}),
+    "float16": _FLOATS,
+    "bfloat16": _FLOATS,
+    "float8_e4m3fn": _FLOATS | {"float16", "bfloat16"},
+    "float8_e5m2": _FLOATS | {"float16", "bfloat16"},
+    "int8": frozenset({"int16", "int32", "int64"}),
+    "uint8": frozenset({"int16", "int32", "int64"}),
+    "int16": frozenset({"int32", "int64"}),
+    "int32": frozenset({"int64"}),
+}
+"""Per dtype, those that hold each of its values: widening and narrowing again gives the value back."""

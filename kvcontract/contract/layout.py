@@ -270,8 +270,8 @@ def cut_axes(arena: Arena) -> dict[tuple[str, str], int]:
     }
 
 
-def with_page_tokens(model: KvModel, page_tokens: int) -> KvModel:
-    """The same declaration at another page size; what the suite uses for odd sizes."""
+def with_page_tokens(model: KvModel, page_tokens: int, key_tokens: int | None = None) -> KvModel:
+    """The same declaration at other sizes of pages and records; what the suite uses for odd sizes."""
     return model.model_copy(
-        update={"page_tokens": page_tokens, "key_tokens": None, "page_tokens_allowed": ()}
+        update={"page_tokens": page_tokens, "key_tokens": key_tokens, "page_tokens_allowed": ()}
     )

@@ -259,7 +259,8 @@ class Field(Declared):
     Attributes:
         name: unique within the arena.
         dtype: a key of `DTYPE_BITS`.
-        axes: one row's axes in memory order with their *global* sizes (before any sharding).
+        axes: one row's axes in memory order with their *global* sizes (before any sharding).  One named
+            ``k|v``, of size 2, says that the field is two, ``k`` and ``v``, side by side along it.
         shard_axis: the axis that tensor parallelism cuts; None is replicated.
         scale: the field that holds this field's scales, or a static scale.
     """
@@ -323,8 +324,10 @@ class Repack(Declared):
     """How stored bytes differ from executing bytes; without one they are the same.
 
     Attributes:
-        arenas: the wire form, stated per `key_tokens`; same names as the arenas they stand for.
-        conversion: ``derived`` from the two field lists (re-slice, permute), or callables.
+        arenas: the wire form, stated per `key_tokens`; fields keep their names, and their arenas' names or
+            group and layer.
+        conversion: ``derived`` from the two field lists (re-slice, permute, join or split, widen), or
+            callables.
         version: raised whenever the callables write other bytes.
         lossless: whether values survive both ways; otherwise `bound` is the largest relative error.
     """
@@ -364,6 +367,7 @@ class KvModel(Declared):
         page_tokens_allowed: page sizes that are gated; empty means any.
         page_tokens_reason: why only those.
         key_tokens: granularity of stored records, a multiple of `page_tokens`; None means `page_tokens`.
+            Engines of different page sizes share records of one granularity.
         groups: the kinds of state.
         arenas: the bytes, in wire order.
         repack: how stored bytes differ from executing ones.
@@ -385,6 +389,11 @@ class KvModel(Declared):
     def record_tokens(self) -> int:
         """Tokens of one stored record."""
         return self.page_tokens if self.key_tokens is None else self.key_tokens
+
+    @property
+    def record_pages(self) -> int:
+        """Pages that one stored record spans."""
+        return self.record_tokens // self.page_tokens
 
     @property
     def prefix_caching(self) -> bool:

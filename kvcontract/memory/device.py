@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import ThreadLane
 from kvcontract.core.pending import Pending
-from kvcontract.memory.copy import Blocks, Program, checked_blocks
+from kvcontract.memory.copy import Blocks, Program, checked_blocks, refuse_repeated
 from kvcontract.memory.driver import driver
 from kvcontract.memory.grains import has_kernels, on_device
 from kvcontract.memory.lanes import LaneSums
@@ -148,7 +148,7 @@ class DeviceMover:
 
         Args:
             plan: of their program.
-            blocks: int[n], which must not change until the copy has landed (C1).
+            blocks: int[n], or [n, pages], which must not change until the copy has landed (C1).
             address: int64[n], where each payload is to lie; pinned, or the copy is slow.
 
         Returns:
@@ -158,7 +158,7 @@ class DeviceMover:
             UsageFault: a block id is out of range.
         """
         way = self._out
-        ids = checked_blocks(plan.program.binding, blocks)
+        ids = checked_blocks(plan.program, blocks)
         with way.lock, torch.cuda.device(self._device):
             try:
                 return self._send(way, plan, ids, address)
@@ -176,7 +176,7 @@ class DeviceMover:
                 if buffer.free is not None:
                     way.kernels.wait_event(buffer.free)
                 source = buffer.rows(len(ids), plan.program.payload_bytes)
-                given = on_device(np.stack([ids, source[:, 0]]), self._device)
+                given = self._given(ids, source)
                 _gather(plan, ids, given, buffer)
                 sums = _sums(plan, given[1][:, None], buffer, len(ids))
             else:
@@ -197,7 +197,7 @@ class DeviceMover:
 
         Args:
             plan: of their program.
-            blocks: int[n], none twice, that nothing on the device reads or writes.
+            blocks: int[n], or [n, pages], none twice, that nothing on the device reads or writes.
             address: int64[n], where each payload lies.
 
         Returns:
@@ -207,9 +207,8 @@ class DeviceMover:
             UsageFault: a block id is out of range or repeated.
         """
         way = self._in
-        ids = checked_blocks(plan.program.binding, blocks)
-        if len(np.unique(ids)) != len(ids):
-            raise UsageFault("a block is written twice by one copy")
+        ids = checked_blocks(plan.program, blocks, holes=True)
+        refuse_repeated(plan.program, ids)
         with way.lock, torch.cuda.device(self._device):
             try:
                 return self._receive(way, plan, ids, address)
@@ -225,9 +224,9 @@ class DeviceMover:
             if target is None:
                 buffer = way.buffer(len(ids) * plan.program.payload_bytes)
                 target = buffer.rows(len(ids), plan.program.payload_bytes)
-                given = on_device(np.stack([ids, target[:, 0]]), self._device)
+                given = self._given(ids, target)
             else:
-                given = on_device(target, self._device)
+                given = (on_device(target, self._device),)
         with torch.cuda.stream(way.bus):
             if buffer is not None and buffer.free is not None:
                 way.bus.wait_event(buffer.free)
@@ -236,12 +235,17 @@ class DeviceMover:
         with torch.cuda.stream(way.kernels):
             way.kernels.wait_event(arrived)
             if buffer is None:
-                sums = plan.sums.sums(given)
+                sums = plan.sums.sums(given[0])
             else:
                 sums = _sums(plan, given[1][:, None], buffer, len(ids))
                 _scatter(plan, ids, given, buffer)
             host = _to_host(sums)
         return self._landing(way, way.kernels, buffer, host, sums)
+
+    def _given(self, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        """Blocks, flat, and where payloads lie, for a kernel, in one copy."""
+        flat = on_device(np.concatenate([ids, rows], axis=None), self._device)
+        return flat[: ids.size], flat[ids.size :]
 
     def _pages(self, plan: Plan, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Where the pieces of pages lie, int64[n, k], if they are copied straight."""
@@ -299,14 +303,14 @@ def _to_host(sums: Tensor) -> Tensor:
     return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
 
 
-def _gather(plan: Plan, ids: NDArray[np.int64], given: Tensor, buffer: _Buffer) -> None:
+def _gather(plan: Plan, ids: NDArray[np.int64], given: tuple[Tensor, ...], buffer: _Buffer) -> None:
     if plan.program.grains is not None:
         plan.program.grains.move(given[0], given[1], to_wire=True)
     else:
         plan.program.gather(ids, buffer.payloads(len(ids), plan.program.payload_bytes))
 
 
-def _scatter(plan: Plan, ids: NDArray[np.int64], given: Tensor, buffer: _Buffer) -> None:
+def _scatter(plan: Plan, ids: NDArray[np.int64], given: tuple[Tensor, ...], buffer: _Buffer) -> None:
     if plan.program.grains is not None:
         plan.program.grains.move(given[0], given[1], to_wire=False)
     else:

@@ -22,6 +22,7 @@ UNITS: Final = {1: tl.uint8, 2: tl.int16, 4: tl.uint32, 8: tl.int64}
 def move(
     grain_address,
     grain_stride,
+    grain_page,
     ids,
     wire,
     words,
@@ -30,13 +31,15 @@ def move(
     WORD: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     TO_WIRE: tl.constexpr,
+    PAGES: tl.constexpr,
 ) -> None:
     """Copy one tile of one record; grid (tiles, records).
 
     Args:
         grain_address: int64[grains], where grain g of block 0 lies in the pages; 0: nowhere, it is skipped.
         grain_stride: int64[grains], bytes from one block to the next.
-        ids: int64[records], blocks.
+        grain_page: int64[grains], which page of the record it belongs to.
+        ids: int64[records, PAGES], blocks; 0 where a record has several pages: that one is left out.
         wire: int64[records], where each payload lies.
         words: of a payload.
         GRAIN: words of a grain; a multiple of TILE, or below it.
@@ -44,21 +47,29 @@ def move(
         WORD: type of a word.
         WORD_BYTES: its size.
         TO_WIRE: the direction.
+        PAGES: of a record.
     """
+    # long: a kernel is one function
     tile = tl.program_id(0)
     record = tl.program_id(1)
-    block = tl.load(ids + record)
+    block = tl.load(ids + record * PAGES)
     at = tile * TILE + tl.arange(0, TILE)
     inside = at < words
     payload = tl.load(wire + record).to(tl.pointer_type(WORD)) + at
     if GRAIN % TILE == 0:
         grain = (tile * TILE) // GRAIN
         first = tl.load(grain_address + grain)
+        if PAGES > 1:
+            block = tl.load(ids + record * PAGES + tl.load(grain_page + grain))
+            first = tl.where(block != 0, first, 0)
         start = first + block * tl.load(grain_stride + grain)
         pages = start.to(tl.pointer_type(WORD)) + (at - grain * GRAIN)
     else:
         grain = at // GRAIN
         first = tl.load(grain_address + grain, inside, 0)
+        if PAGES > 1:
+            block = tl.load(ids + record * PAGES + tl.load(grain_page + grain, inside, 0), inside, 0)
+            first = tl.where(block != 0, first, 0)
         start = first + block * tl.load(grain_stride + grain, inside, 0)
         pages = (start + (at - grain * GRAIN) * WORD_BYTES).to(tl.pointer_type(WORD))
     inside = inside & (first != 0)

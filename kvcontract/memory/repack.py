@@ -1,16 +1,16 @@
 """Conversions: a plugin's callables between device and wire, where strided copies are not enough.
 
-A callable is named as ``module:name`` in the declaration and called once a block, as ``fn(src, dst)`` with
+A callable is named as ``module:name`` in the declaration and called once a record, as ``fn(src, dst)`` with
 dicts ``{"arena/field": Tensor[rows, ...]}``.  The wire side is a buffer of our own, so `dst` is never the
 memory of `src`; it is zeroed first, so that nothing of another request is stored where a callable leaves a
-gap.
+gap.  Where a record spans several pages, the device side is a buffer too: the pages' rows one after another.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -18,11 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcontract.contract.errors import PluginFault, UsageFault
-from kvcontract.contract.model import Conversion, KvModel
+from kvcontract.contract.model import TOKEN_AXIS, Conversion, KvModel
 from kvcontract.contract.wire import WireRecord
 from kvcontract.memory.binding import Binding, torch_dtype, typed_view
-from kvcontract.memory.copy import Blocks, CopyProgram, Program, check_staged, checked_blocks
+from kvcontract.memory.copy import (
+    Blocks,
+    CopyProgram,
+    Program,
+    check_staged,
+    checked_blocks,
+    refuse_repeated,
+)
 from kvcontract.memory.grains import Grains
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Views = dict[str, Tensor]
 Convert = Callable[[Views, Views], None]
@@ -37,14 +46,10 @@ def compile_program(
         UsageFault: memory and record do not fit.
         PluginFault: a callable cannot be found.
     """
-    if model.record_tokens != model.page_tokens and binding.space.kind == "paged":
-        raise UsageFault(
-            f"records of {model.record_tokens} tokens over pages of {model.page_tokens}:"
-            " key_tokens apart from page_tokens is not served yet"
-        )
+    pages = model.record_pages if binding.space.kind == "paged" else 1
     if model.repack is None or isinstance(model.repack.conversion, str):
-        return CopyProgram.compile(binding, record, worker, tp)
-    return ConvertProgram(binding, record, model.repack.conversion, tp)
+        return CopyProgram.compile(binding, record, worker, tp, pages=pages)
+    return ConvertProgram(binding, record, model.repack.conversion, tp, pages=pages)
 
 
 def resolve(name: str) -> Convert:
@@ -73,6 +78,7 @@ class ConvertProgram:
         record: one part; not cut into shards.
         conversion: the names of the callables.
         tp: degree of tensor parallelism.
+        pages: that one record spans.
 
     Raises:
         UsageFault: the part is cut, or a wire field straddles the boundaries of its elements.
@@ -83,7 +89,9 @@ class ConvertProgram:
     complete = True
     grains: Grains | None = None
 
-    def __init__(self, binding: Binding, record: WireRecord, conversion: Conversion, tp: int = 1) -> None:
+    def __init__(
+        self, binding: Binding, record: WireRecord, conversion: Conversion, tp: int = 1, *, pages: int = 1
+    ) -> None:
         faults = []
         if any(cut is not None for cut in record.cuts.values()) and (record.shards > 1 or tp > 1):
             faults.append(
@@ -101,12 +109,19 @@ class ConvertProgram:
             raise UsageFault(f"part {record.part.name} cannot be converted:\n  " + "\n  ".join(faults))
         self.payload_bytes = record.payload_bytes
         self.binding = binding
+        self.pages = pages
         self._conversion = conversion
         self._to_wire, self._from_wire = resolve(conversion.to_wire), resolve(conversion.from_wire)
         groups = set(record.part.groups)
         mine = {arena.name for arena in binding.space.arenas if arena.group in groups}
         self._device = {
             f"{arena}/{name}": view for (arena, name), view in binding.views.items() if arena in mine
+        }
+        self._tokens = {
+            f"{arena.name}/{field.name}": field.axes.index(TOKEN_AXIS)
+            for arena in binding.space.arenas
+            for field in arena.fields
+            if TOKEN_AXIS in field.axes
         }
         self._record = record
 
@@ -125,12 +140,12 @@ class ConvertProgram:
             UsageFault: a block id is out of range, or `out` has another shape.
             PluginFault: the callable raised.
         """
-        ids = checked_blocks(self.binding, blocks)
+        ids = checked_blocks(self, blocks).reshape(-1, self.pages)
         check_staged(out, len(ids), self.payload_bytes)
         scratch, wire = self._scratch()
-        for row, block in enumerate(ids.tolist()):
+        for row, found in enumerate(ids.tolist()):
             scratch.zero_()
-            self._call(self._to_wire, self._conversion.to_wire, self._block(block), wire, block)
+            self._call(self._to_wire, self._conversion.to_wire, self._read(found), wire, found)
             out[row].copy_(scratch)
 
     def scatter(self, blocks: Blocks, staged: Tensor) -> None:
@@ -140,15 +155,31 @@ class ConvertProgram:
             UsageFault: a block id is out of range, or `staged` has another shape.
             PluginFault: the callable raised.
         """
-        ids = checked_blocks(self.binding, blocks)
+        ids = checked_blocks(self, blocks, holes=True).reshape(-1, self.pages)
         check_staged(staged, len(ids), self.payload_bytes)
+        refuse_repeated(self, ids)
         scratch, wire = self._scratch()
-        for row, block in enumerate(ids.tolist()):
+        for row, found in enumerate(ids.tolist()):
             scratch.copy_(staged[row])
-            self._call(self._from_wire, self._conversion.from_wire, wire, self._block(block), block)
+            views = self._read(found)
+            self._call(self._from_wire, self._conversion.from_wire, wire, views, found)
+            if self.pages > 1:
+                self._write(found, views)
 
-    def _block(self, block: int) -> Views:
-        return {name: view[block] for name, view in self._device.items()}
+    def _read(self, blocks: list[int]) -> Views:
+        """The blocks of one record: in place if it is one, else their rows joined in memory of our own."""
+        if self.pages == 1:
+            return {name: view[blocks[0]] for name, view in self._device.items()}
+        return {
+            name: torch.cat([_raw(view[block]) for block in blocks], self._tokens[name]).view(view.dtype)
+            for name, view in self._device.items()
+        }
+
+    def _write(self, blocks: list[int], views: Views) -> None:
+        for name, view in self._device.items():
+            for block, rows in zip(blocks, views[name].chunk(self.pages, self._tokens[name]), strict=True):
+                if block:
+                    _raw(view[block]).copy_(_raw(rows))
 
     def _scratch(self) -> tuple[Tensor, Views]:
         scratch = torch.empty(self.payload_bytes, dtype=torch.uint8, device=self.binding.device)
@@ -166,10 +197,16 @@ class ConvertProgram:
         return scratch, wire
 
     @staticmethod
-    def _call(convert: Convert, name: str, src: Views, dst: Views, block: int) -> None:
+    def _call(convert: Convert, name: str, src: Views, dst: Views, blocks: list[int]) -> None:
         try:
             convert(src, dst)
         except Exception as error:
+            where = ", ".join(map(str, blocks))
             raise PluginFault(
-                f"conversion {name!r} raised on block {block}: {type(error).__name__}: {error}"
+                f"conversion {name!r} raised on block {where}: {type(error).__name__}: {error}"
             ) from error
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The same elements as integers: NaN payloads survive, and every operation knows the type."""
+    return tensor.view(_INTEGERS[tensor.element_size()])

@@ -1,4 +1,7 @@
-"""What a request says: its tokens so far, and the names of its pages, derived as they become complete."""
+"""What a request says: its tokens so far, and the names of its pages, derived as they become complete.
+
+Tiers may keep records of another length than a page: a second chain, derived only where somebody asks.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,31 @@ from kvcontract.pool.keys import Keyer
 from kvcontract.pool.media import NO_MEDIA, Media
 
 Tokens = npt.NDArray[np.int64]
+
+
+class _Chain:
+    """Keys of the leading stretches of a sequence, all as long as a page of `keyer`."""
+
+    def __init__(
+        self, keyer: Keyer, scope: Scope, media: Media, capacity: int, known: Keys | None = None
+    ) -> None:
+        self.keyer = keyer
+        self._scope, self._media = scope, media
+        self._keys: Keys = np.empty((-(-capacity // keyer.page_tokens), 2), np.uint64)
+        self.known = 0 if known is None else len(known)
+        if known is not None:
+            self._keys[: len(known)] = known
+
+    def keys(self, tokens: npt.NDArray[np.integer[Any]], count: int) -> Keys:
+        """The first `count` keys, uint64 [count, 2]; `tokens` reach at least as far."""
+        first, size = self.known, self.keyer.page_tokens
+        if count > first:
+            extras = self._media.extras(size, count - first, first=first)
+            parent = self._keys[first - 1] if first else None
+            fresh = tokens[first * size : count * size]
+            self._keys[first:count] = self.keyer.chain(fresh, self._scope, extras=extras, parent=parent)
+            self.known = count
+        return self._keys[:count]
 
 
 class TokenSequence:
@@ -43,13 +71,10 @@ class TokenSequence:
         self._tokens: Tokens = np.empty(capacity, np.int64)
         self._tokens[: len(prompt)] = prompt
         self._length = len(prompt)
-        self._keys: Keys = np.empty((-(-capacity // keyer.page_tokens), 2), np.uint64)
-        self._keyed = 0 if keys is None else len(keys)
-        if keys is not None:
-            self._keys[: len(keys)] = keys
+        self._chain = _Chain(keyer, scope, media, capacity, keys)
+        self._records: _Chain | None = None
         # The array as it was given: hashed in place, where its own copy may be twice as wide.
-        size = keyer.page_tokens
-        self._extend_keys(prompt[self._keyed * size : len(prompt) // size * size])
+        self._chain.keys(prompt, len(prompt) // keyer.page_tokens)
 
     def __len__(self) -> int:
         return self._length
@@ -66,10 +91,15 @@ class TokenSequence:
 
     def keys(self, pages: int) -> Keys:
         """Keys of the first `pages` pages, all complete: uint64 [pages, 2]."""
-        size = self._keyer.page_tokens
-        if pages > self._keyed:
-            self._extend_keys(self._tokens[self._keyed * size : pages * size])
-        return self._keys[:pages]
+        return self._chain.keys(self._tokens, pages)
+
+    def record_keys(self, keyer: Keyer, tokens: int) -> Keys:
+        """Keys of the records that the first `tokens` tokens make up, by another keyer: uint64 [n, 2]."""
+        if keyer.page_tokens == self._keyer.page_tokens:
+            return self.keys(tokens // keyer.page_tokens)
+        if self._records is None or self._records.keyer is not keyer:
+            self._records = _Chain(keyer, self.scope, self.media, len(self._tokens))
+        return self._records.keys(self._tokens, tokens // keyer.page_tokens)
 
     def partial_key(self, tokens: int, anchor: int | None) -> Keys:
         """Name of the partial page that ends a prefix of `tokens` tokens, uint64 [2] (D7)."""
@@ -95,13 +125,5 @@ class TokenSequence:
         tokens = self.tokens.copy()
         if last_token is not None:
             tokens[-1] = last_token
-        known = self._keys[: min(self._keyed, (len(tokens) - 1) // self._keyer.page_tokens)]
+        known = self.keys(min(self._chain.known, (len(tokens) - 1) // self._keyer.page_tokens))
         return TokenSequence(self._keyer, self.scope, tokens, len(self._tokens), self.media, known)
-
-    def _extend_keys(self, fresh: npt.NDArray[np.integer[Any]]) -> None:
-        first, size = self._keyed, self._keyer.page_tokens
-        extras = self.media.extras(size, len(fresh) // size, first=first)
-        parent = self._keys[first - 1] if first else None
-        made = self._keyer.chain(fresh, self.scope, extras=extras, parent=parent)
-        self._keys[first : first + len(made)] = made
-        self._keyed = first + len(made)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvcontract.pool.chunk import Chunk
 from kvcontract.pool.handles import NO_PAGES, Entitlement
 from kvcontract.pool.index import Keys, Pages
+from kvcontract.pool.keys import Keyer
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.sequence import Tokens, TokenSequence
 
@@ -67,6 +68,14 @@ class RequestView:
     def keys(self) -> Keys:
         """Keys of the complete pages, uint64 [registered, 2], read-only."""
         return _read_only(self._sequence.keys(self.registered))
+
+    def record_keys(self, keyer: Keyer) -> Keys:
+        """Keys of the records that its complete pages make up, uint64 [n, 2], read-only.
+
+        Args:
+            keyer: of records, which are as long as a page or span several.
+        """
+        return _read_only(self._sequence.record_keys(keyer, self.registered * self._pool.page_tokens))
 
     @property
     def lifetime_pages(self) -> int:

@@ -66,7 +66,7 @@ class Landing:
         staged: the payloads must not lie in the pages themselves.
 
     Attributes:
-        blocks: int[n].
+        blocks: int[n], or [n, pages of a record].
         headers: uint8[n, header_bytes].
         address: int64[n, pieces], where the payloads lie.
         staged: where the payloads lie, or None: in the pages themselves.
@@ -134,7 +134,7 @@ class Job:
     Attributes:
         verb: names counters.
         shards: the columns of its work.
-        blocks: int64[n], the rows of its work.
+        blocks: int64[n], or [n, pages of a record]: the rows of its work.
         deadline: no batch is begun after it (A9).
         issue: starts a batch, given its landing, pages and column.
         check: judges what landed, given the tier's codes too; returns the codes that count.

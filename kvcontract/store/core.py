@@ -138,7 +138,10 @@ class StoreCore:
         self.cipher = None if options.encryption is None else RecordCipher(options.encryption)
         self.part, self.too_small = allowed.part, allowed.too_small
         self.fingerprint = fingerprint(model)
-        self.keyer = Keyer(self.fingerprint.required, allowed.secret, model.page_tokens)
+        chosen, identity = allowed.secret, self.fingerprint.required
+        self.keyer = self.record_keyer = Keyer(identity, chosen, model.page_tokens)
+        if model.record_pages > 1:
+            self.record_keyer = Keyer(identity, chosen, model.record_tokens)
         self.clock = clock
         self.options = options
         self.ranks = {rank.name: rank for rank in ranks}
@@ -176,7 +179,7 @@ class StoreCore:
         self.relays = Relays(
             self.known,
             self.policies,
-            Records(workers.record_keys, workers.record_bytes),
+            Records(workers.record_keys, workers.shard_bytes, workers.record_pages),
             self.tally,
             clock,
             lambda: self.loads.pending,
@@ -187,6 +190,7 @@ class StoreCore:
             self.policies,
             self.relays,
             pairs,
+            self.record_keyer,
             self.tally,
             clock.time,
             budget=self.options.save_budget,
@@ -205,7 +209,8 @@ class StoreCore:
         )
         self.explanations = Explanations(self._known_elsewhere)
         answers = Answers(self.part, self.tiers, self.tally, self.explanations)
-        self.resolver = Resolver(self.keyer, self.fetcher, answers, self.tally, soon=clock.soon, tell=tell)
+        keyers = self.keyer, self.record_keyer
+        self.resolver = Resolver(*keyers, self.fetcher, answers, self.tally, soon=clock.soon, tell=tell)
         self.barriers = Barriers(self.tiers, self._submitted, clock.time)
         self.pins = Pins(self.options.pin_budget, self.options.scope_pin_quota, clock.later)
         self.switches = Switches(ranks)
@@ -338,10 +343,10 @@ class StoreCore:
         }
 
     def _landed(self, landed: Landed) -> None:
-        """Pages came from a tier: it has them (C3), and those above it are to have them too."""
+        """Records came from a tier: it has them (C3), and those above it are to have them too."""
         number = next(i for i, known in enumerate(self.known) if known.tier is landed.source.tier)
         search = landed.search
-        found = search.rank, landed.pages, search.keys[landed.numbers], landed.generations
+        found = search.rank, landed.pages, search.records[landed.numbers], landed.generations
         for other, known in enumerate(self.known):
             if other == number:
                 known.restored(*found, landed.begun)

@@ -1,5 +1,8 @@
 """Bringing pages from the tiers: ask, find room, load; and others who want the same wait for it (A16).
 
+Tiers have records, of one page or several, and give each of them whole; of one that is resident in part, only
+the missing pages are written.  The device goes on page by page.
+
 Who waits for room holds nothing meanwhile, neither the lease (A5) nor the pages it has already (R6): they
 stay matchable, and are matched again afterwards.
 """
@@ -7,6 +10,7 @@ stay matchable, and are matched again afterwards.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,7 +29,7 @@ from kvcontract.store.room import Lines, Turn
 from kvcontract.store.search import Search
 from kvcontract.store.stats import Tally
 from kvcontract.store.workers import Source
-from kvcontract.tiers.base import Lease, RecordKeys, Tier
+from kvcontract.tiers.base import Lease, Tier
 
 PARTIAL_SHARE: Final = 0.2
 """Of the time there was: when so little is left without room for all, what fits is loaded (A18)."""
@@ -59,12 +63,12 @@ class Fetcher:
         limits_s: Sequence[float | None],
     ) -> None:
         self._tiers = tuple(tiers)
-        self._limits_s = {tier.name: limit for tier, limit in zip(tiers, limits_s, strict=True)}
+        self._limits_s = {tier.name: limit or math.inf for tier, limit in zip(tiers, limits_s, strict=True)}
         self._tally = tally
         self._loads = loads
         self._cost = cost
         self._lines = lines
-        # Per rank, tier and key: settles with whether that page is not there.
+        # Per rank, tier and key: settles with whether that record is not there.
         self._flights: dict[tuple[str, str, bytes], Pending[bool]] = {}
         self._letting_go: tuple[str, int] | None = None
 
@@ -78,7 +82,7 @@ class Fetcher:
         """Ask the tiers until none of them, and no two of them together, continue the hit."""
         search.partial.clear()
         await self._each(search)
-        while len(search.missing) and await self._piece_together(search):
+        while search.short and await self._piece_together(search):
             await self._each(search)
 
     async def _each(self, search: Search) -> None:
@@ -95,11 +99,11 @@ class Fetcher:
                     found, last = True, number
 
     async def landed(self, search: Search) -> bool:
-        """Whether the last page of all is somewhere, so that asking for the others may be worth it (A7)."""
-        if not len(search.missing):
+        """Whether the last record of all is somewhere, so that asking for the others may be worth it (A7)."""
+        if not search.short:
             return False
         for tier in self._tiers:
-            lease = await self._lookup(search, tier, search.keys[-1:])
+            lease = await self._lookup(search, tier, search.records[-1:])
             if lease is not None:
                 with lease:
                     if lease.present.all():
@@ -107,11 +111,11 @@ class Fetcher:
         return False
 
     async def _extend(self, search: Search, number: int, tier: Tier) -> None:
-        """Continue the hit from one tier, if it has the next pages."""
+        """Continue the hit from one tier, if it has the next records."""
         waits = 0
         try:
             again = True
-            while again and len(search.missing) and not search.late():
+            while again and search.short and not search.late():
                 waits += search.reserved is not None
                 if waits > _MOST_WAITS:
                     return  # room that was waited for went to somebody else, again and again
@@ -140,7 +144,7 @@ class Fetcher:
     async def _joined(
         self, search: Search, ended: Pending[None] | None, flight: Pending[bool] | None = None
     ) -> bool:
-        """Wait for whoever brings, or looks for, the next page (A16); False if it is not in this tier."""
+        """Wait for whoever brings, or looks for, the next record (A16); False if it is not in this tier."""
         self._tally.count("resolves_joined")
         absent = False
         try:
@@ -157,14 +161,14 @@ class Fetcher:
 
     async def _attempt(self, search: Search, number: int, tier: Tier, flight: Pending[bool]) -> bool:
         """Ask one tier and load what it has; whether to ask again, since the wait for room has ended."""
-        at = search.at
+        at = search.record
         lease = await self._lookup(search, tier, search.missing)
         if lease is None:
             return False
         with ExitStack() as owned:  # A6: every branch that does not load releases the lease
             owned.enter_context(lease)
             search.regrow()
-            columns, skip = search.workers.columns, search.at - at
+            columns, skip = search.workers.columns, search.record - at
             present = lease.present.reshape(-1, columns)[skip:]
             count = self._run_length(search, number, tier, present)
             if not count or not self._worth(search, tier, count):
@@ -176,20 +180,20 @@ class Fetcher:
             if not count:
                 return True  # another has begun to load it meanwhile (A16)
             rows = np.arange(skip * columns, (skip + count) * columns).reshape(count, columns)
-            origin, resident = np.full(count, number + 1, np.int16), resident[:count]
+            origin, resident = np.full(count, number + 1, np.int16), _cut(search, resident, count)
             if await self._load(search, [Source(tier, lease, rows)], origin, resident, owned, flight):
                 return False
         # A5: the lease is back before the pause; admission could not run the request either.
         if not flight.done:
             flight.settle(False)  # who follows need not wait for the same room
-        return await self._space(search, count, spared=0 if resident[0] else int(resident.sum()))
+        return await self._space(search, resident)
 
     async def _piece_together(self, search: Search) -> bool:
-        """Continue with pages of which no tier has every record, but several together do (R2)."""
-        rows = {number: row for number, (page, row) in search.partial.items() if page == search.at}
+        """Continue with records of which no tier has every shard, but several together do (R2)."""
+        rows = {number: row for number, (record, row) in search.partial.items() if record == search.record}
         if len(rows) < 2 or not np.any(list(rows.values()), axis=0).all() or search.late():  # noqa: PLR2004
             return False
-        at, columns = search.at, search.workers.columns
+        at, first, columns = search.at, search.record, search.workers.columns
         with ExitStack() as owned:
             offers: list[tuple[int, Tier, Lease]] = []
             for number in rows:
@@ -198,8 +202,8 @@ class Fetcher:
                     owned.enter_context(lease)
                     offers.append((number, self._tiers[number], lease))
             search.regrow()
-            skip = search.at - at
-            if not offers or not len(search.missing):
+            skip = search.record - first
+            if not offers or not search.short:
                 return search.at > at
             have = np.stack([lease.present.reshape(-1, columns)[skip:] for _, _, lease in offers])
             count = _leading(np.all(have.any(axis=0), axis=1))
@@ -207,10 +211,9 @@ class Fetcher:
             free = self._loads.unclaimed(search.rank, search.missing[:count], *(item[1] for item in offers))
             if not free:
                 owned.close()
-                return count > 0 and await self._joined(
-                    search, self._loads.of(search.rank, search.missing[0])
-                )
-            count, have, resident = free, have[:, :free], resident[:free]
+                ahead = self._loads.of(search.rank, search.missing[0])  # None: a tier has had its time
+                return ahead is not None and await self._joined(search, ahead)
+            count, have, resident = free, have[:, :free], _cut(search, resident, free)
             giver = have.argmax(axis=0)
             every = np.arange(skip * columns, (skip + count) * columns).reshape(count, columns)
             sources = [
@@ -224,9 +227,8 @@ class Fetcher:
 
     # Steps
 
-    async def _lookup(self, search: Search, tier: Tier, page_keys: Keys) -> Lease | None:
-        keys: RecordKeys = search.workers.record_keys(page_keys)
-        deadline = self._deadline(search, tier)
+    async def _lookup(self, search: Search, tier: Tier, names: Keys) -> Lease | None:
+        keys, deadline = search.workers.record_keys(names), self._deadline(search, tier)
         query = tier.lookup(keys, deadline)
         try:
             lease = await wait_until(query, deadline)
@@ -251,30 +253,29 @@ class Fetcher:
 
     def _deadline(self, search: Search, *tiers: Tier) -> float:
         """Until when tiers may take: the resolve's deadline or their own limits, whichever is first (A20)."""
-        limits = [limit for tier in tiers if (limit := self._limits_s[tier.name]) is not None]
-        if not limits:
-            return search.deadline
-        return min(search.deadline, asyncio.get_running_loop().time() + min(limits))
+        now = asyncio.get_running_loop().time()
+        return min(search.deadline, *(now + self._limits_s[tier.name] for tier in tiers))
 
     def _failed(self, search: Search, tier: Tier, why: str) -> None:
         search.degrade(f"{tier.name}: {why}")
         search.cuts[tier.name] = Cut(tier.name, search.at, why, search.workers.part.groups)
 
     def _run_length(self, search: Search, number: int, tier: Tier, present: Present) -> int:
-        """Leading missing pages of which every record is there: AND over shards, for all workers (R2)."""
+        """Leading missing records of which every shard is there, for all workers (R2)."""
         count = _leading(np.all(present, axis=1))
         if count == len(present):
             search.cuts.pop(tier.name, None)
             return count
-        row, page = present[count], search.at + count
+        row, record = present[count], search.record + count
         why = "not there"
         shards: tuple[int, ...] = ()
         workers: tuple[int, ...] = ()
         if row.any():
-            search.partial[number] = page, row
+            search.partial[number] = record, row
             why, shards = "there in part", tuple(np.flatnonzero(~row).tolist())
             workers = tuple(sorted({who for shard in shards for who in search.workers.readers(shard)}))
         groups = search.workers.part.groups
+        page = max(search.at, record * search.step)
         search.cuts[tier.name] = Cut(tier.name, page, why, groups, shards, workers)
         if not count:
             self._tally.count(f"misses_{tier.name}")
@@ -282,7 +283,8 @@ class Fetcher:
 
     def _worth(self, search: Search, tier: Tier, count: int) -> bool:
         """Whether restoring beats recomputing, where anything may be recomputed at all (A21)."""
-        tokens, size = count * search.rank.pool.page_tokens, count * search.workers.loaded_page_bytes
+        pages = (search.record + count) * search.step - search.at
+        tokens, size = pages * search.rank.pool.page_tokens, count * search.workers.loaded_record_bytes
         if search.policy.full_hit or self._cost.worth(tier.name, tokens, size):
             return True
         self._tally.count(f"restores_not_worth_{tier.name}")
@@ -298,31 +300,33 @@ class Fetcher:
         owned: ExitStack,
         flight: Pending[bool] | None,
     ) -> bool:
-        """Load the next pages, as many as `resident` tells of; False if there is no room.
+        """Load the next records, as many as `resident` tells of; False if there is no room.
 
         Args:
-            search: whose next pages.
+            search: whose next records.
             sources: rows [n, columns] of each.
             origin: int16[n].
-            resident: bool[n], past a hole; they are not loaded again (A17).
+            resident: bool[pages], past a hole; they are not loaded again (A17).
             owned: leases; the load takes them over.
             flight: settled once others can see the load.
         """
         first = search.at
         if search.most_pages is not None:
-            resident = resident[np.cumsum(~resident) <= search.most_pages]
-        if resident[0]:
-            return False  # it is there, and promises leave no room to hold it (B5)
+            fits = first + int(np.count_nonzero(np.cumsum(~resident) <= search.most_pages))
+            resident = resident[: max(0, fits // search.step * search.step - first)]
+        if not len(resident) or resident[0]:
+            return False  # nothing fits; or it is there, and promises leave no room to hold it (B5)
         stretches = self._claimed(search, first + len(resident), resident, owned)
         if stretches is None:
             return False
         if not any(stretch.fresh for stretch in stretches):
             return True
-        wanted = np.concatenate([np.arange(item.first, item.end) for item in stretches if item.fresh]) - first
-        mine = [Source(item.tier, item.lease, item.rows[wanted]) for item in sources]
+        wanted = np.concatenate([np.arange(item.first, item.end) for item in stretches if item.fresh])
+        records = np.unique(wanted // search.step) - search.record
+        mine = [Source(item.tier, item.lease, item.rows[records]) for item in sources]
         mine = [item for item in mine if (item.rows >= 0).any()]
         deadline = self._deadline(search, *(item.tier for item in mine))
-        load = self._loads.begin(search, mine, origin[wanted], stretches, owned, deadline)
+        load = self._loads.begin(search, mine, origin[records], stretches, owned, deadline)
         if flight is not None and not flight.done:
             flight.settle(False)
         await self._loads.finish(load)
@@ -355,17 +359,28 @@ class Fetcher:
 
     # Room
 
-    async def _space(self, search: Search, count: int, *, spared: int) -> bool:
-        """Wait until the next `count` pages fit, and stage them; False if that is not to be.
+    async def _space(self, search: Search, resident: Present) -> bool:
+        """Wait until the next pages fit, and stage them; False if that is not to be.
 
-        At the deadline, or at once for what can never fit, plain mode settles for the pages that do (A18).
+        At the deadline, or at once for what can never fit, plain mode settles for the records that do (A18).
+
+        Args:
+            search: whose next pages.
+            resident: bool[pages], those that need no room, unless the first is among them.
         """
-        pool, full = search.rank.pool, search.policy.full_hit
-        end = search.at + count
+        pool, full, step = search.rank.pool, search.policy.full_hit, search.step
+        search.spare()  # room that turned out to be too little for a record
+        spared = 0 if resident[0] else int(resident.sum())
+        end = search.at + len(resident)
         if full and end - spared > pool.total:
             search.degrade("no room on the device")  # R6: it never will be
             return False
-        end = min(end, pool.total + spared)
+        end = min(end, (pool.total + spared) // step * step)
+        if end <= search.at:
+            search.degrade("no room on the device")
+            return False
+        least = step - search.at % step
+        least -= 0 if resident[0] else int(resident[:least].sum())
         left = search.deadline - asyncio.get_running_loop().time()
         patience = search.deadline - (0.0 if full else PARTIAL_SHARE * left)
         turn = self._lines.join(search.rank.name)
@@ -381,17 +396,21 @@ class Fetcher:
             if not search.hold.live:
                 search.match()
             search.degrade("no room on the device")
-            return not full and self._staged(search, turn, end - spared, some=True)
+            return not full and self._staged(search, turn, end - spared, some=least)
         finally:
             self._lines.leave(turn)
 
-    def _staged(self, search: Search, turn: Turn, end: int, *, some: bool = False) -> bool:
-        """Stage the pages from the first missing one to `end`, or as many as fit, if it is our turn."""
+    def _staged(self, search: Search, turn: Turn, end: int, *, some: int = 0) -> bool:
+        """Stage the pages from the first missing one to `end`, if it is our turn.
+
+        With `some`, as many as fit, but no fewer than that: one record.
+        """
         pool, need = search.rank.pool, max(1, end - search.at)
         if not self._lines.may_take(search.rank.name, turn):
             return False
         if some:
-            need = min(need, pool.budget())
+            fits = min(need, pool.budget())
+            need = fits if fits >= min(some, need) else 0
         search.reserved = pool.reserve(need) if need > 0 else None
         search.most_pages = need
         return search.reserved is not None
@@ -409,11 +428,19 @@ def _leading(flags: Any) -> int:
     return len(flags) if flags.all() else int(flags.argmin())
 
 
-async def _resident(search: Search, count: int) -> Present:
-    """Which of the next `count` pages are resident, bool[count]: not the first, but maybe some past it."""
-    keys, found, at = search.missing[:count], np.zeros(count, np.bool_), 0
-    asked = 0
-    while at < count:
+def _cut(search: Search, resident: Present, records: int) -> Present:
+    """What is known of the pages of fewer records, from the first missing page on."""
+    return resident[: (search.record + records) * search.step - search.at]
+
+
+async def _resident(search: Search, records: int) -> Present:
+    """Which pages are resident, from the first missing one to the end of the next `records` records.
+
+    Not the first, but maybe some past it: bool[pages].
+    """
+    keys = search.keys[search.at : (search.record + records) * search.step]
+    found, at, asked = np.zeros(len(keys), np.bool_), 0, 0
+    while at < len(keys):
         run = search.rank.pool.probe(keys[at:])
         found[at : at + run] = True
         at += run + 1

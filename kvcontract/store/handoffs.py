@@ -30,7 +30,7 @@ class HandoffReport:
 
     Attributes:
         id: the caller's name for it.
-        pages: complete pages of the request when it was last sealed.
+        pages: of the request's complete records when it was last sealed.
         saved: those that at least one tier keeps for the other side.
         failed: those that none does, by the reason of the last tier.
         settled: whether nothing was under way any more.
@@ -54,9 +54,9 @@ class Handoff:
 
     Attributes:
         name: given by the caller.
-        keys: uint64[n, 2], of its pages.
+        keys: uint64[n, 2], of its records.
         codes: u8[n] by tier.
-        flying: bool[n] by tier, pages that are being saved.
+        flying: bool[n] by tier, records that are being saved.
         open: its saves in flight.
     """
 
@@ -72,22 +72,24 @@ class Handoffs:
 
     Args:
         tiers: how many tiers they go to.
+        record_pages: pages of a record.
     """
 
-    def __init__(self, tiers: int) -> None:
+    def __init__(self, tiers: int, record_pages: int) -> None:
         self._tiers = tiers
+        self._step = record_pages
         self._lock = threading.Lock()
         self._kept: dict[str, Handoff] = {}
 
     def begin(self, name: str, keys: Keys) -> tuple[Handoff, list[NDArray[np.bool_]]]:
-        """A handoff, and which of the request's pages each tier has still to be given.
+        """A handoff, and which of the request's records each tier has still to be given.
 
         Args:
             name: of the handoff.
-            keys: uint64[n, 2], of the request's complete pages.
+            keys: uint64[n, 2], of the request's complete records.
 
         Returns:
-            The handoff; bool[n] by tier, pages that count as being saved from now on.
+            The handoff; bool[n] by tier, records that count as being saved from now on.
 
         Raises:
             UsageFault: the name stands for another request's pages.
@@ -99,7 +101,7 @@ class Handoffs:
                 raise UsageFault(f"handoff {name!r} is another request's; release it, or take another name")
             while len(self._kept) > KEPT:
                 del self._kept[next(iter(self._kept))]
-            todo, pages, more = [], len(keys), len(keys) - len(kept.keys)
+            todo, count, more = [], len(keys), len(keys) - len(kept.keys)
             if more > 0:
                 kept.keys = keys.copy()
             for tier in range(self._tiers):
@@ -107,8 +109,8 @@ class Handoffs:
                     fresh = np.full(more, _UNTRIED, np.uint8)
                     kept.codes[tier] = np.concatenate([kept.codes[tier], fresh])
                     kept.flying[tier] = np.concatenate([kept.flying[tier], np.zeros(more, np.bool_)])
-                todo.append((kept.codes[tier][:pages] != Code.OK) & ~kept.flying[tier][:pages])
-                kept.flying[tier][:pages] |= todo[-1]
+                todo.append((kept.codes[tier][:count] != Code.OK) & ~kept.flying[tier][:count])
+                kept.flying[tier][:count] |= todo[-1]
         return kept, todo
 
     def _new(self, name: str) -> Handoff:
@@ -120,7 +122,7 @@ class Handoffs:
         )
 
     def settled(self, handoff: Handoff, tier: int, numbers: NDArray[np.int64], codes: Codes) -> None:
-        """One tier has answered for some pages."""
+        """One tier has answered for some records."""
         with self._lock:
             handoff.codes[tier][numbers] = codes
             handoff.flying[tier][numbers] = False
@@ -144,8 +146,9 @@ class Handoffs:
             codes = np.stack(kept.codes) if self._tiers else np.zeros((1, 0), np.uint8)
             settled = not any(flying.any() for flying in kept.flying)
         ok = (codes == Code.OK).any(axis=0)
-        failed = Counter(_reason(code) for code in codes[-1, ~ok].tolist())
-        return HandoffReport(name, len(ok), int(ok.sum()), dict(sorted(failed.items())), settled)
+        counted, step = Counter(_reason(code) for code in codes[-1, ~ok].tolist()), self._step
+        failed = {reason: count * step for reason, count in sorted(counted.items())}
+        return HandoffReport(name, len(ok) * step, int(ok.sum()) * step, failed, settled)
 
     def forget(self, name: str) -> None:
         """It has ended."""

@@ -22,12 +22,12 @@ from kvcontract.tiers.base import Code, Codes
 
 @dataclass(slots=True, eq=False)
 class Relay:
-    """Some pages of one run on their way to one tier.
+    """Some records of one run on their way to one tier.
 
     Attributes:
-        numbers: int64[n], which pages of the run.
-        pages: int32[n], where they lay on the device; what lies there now may be something else.
-        generations: uint32[n], of the occupants they had.
+        numbers: int64[n], which records of the run.
+        pages: int32[n], where the last page of each lay; what lies there now may be something else.
+        generations: uint32[n], of the occupants those had.
         keys: uint64[n, 2].
         codes: u8[n].
         left: how many have not ended.
@@ -58,7 +58,7 @@ class Hop:
     """From one tier to the next.
 
     Attributes:
-        expected: by name, pages on their way to the source.
+        expected: by name, records on their way to the source.
         queue: those that are there.
         names: of all that have not ended.
         batch: those that are being copied.
@@ -85,7 +85,7 @@ class Hop:
 
 
 def keys_of(items: Sequence[Item]) -> Keys:
-    """Their page keys, uint64[n, 2]."""
+    """Their keys, uint64[n, 2]."""
     keys: Keys = np.stack([relay.keys[row] for relay, row in items])
     return keys
 

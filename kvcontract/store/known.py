@@ -1,4 +1,4 @@
-"""What a store knows of its tiers: which pages each has, rank by rank, and who is told when that changes."""
+"""What a store knows of its tiers: which records each has, rank by rank, and who is told of changes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvcontract.tiers.base import Clock, RecordKeys
 from kvcontract.tiers.guard import GuardedTier
 
 _RECENT: Final = 4
-"""Names of stored pages that are kept, for each page of the pools."""
+"""Names of stored records that are kept, for each page of the pools."""
 
 
 class Known:
     """What is known of one tier; thread-safe.
 
-    Marks die with a page's occupant.  So that what comes back from one tier is not saved to another that has
-    it, the latest names of stored pages are kept beyond that.
+    A record's mark is on its last page, and dies with that page's occupant.  So that what comes back from one
+    tier is not saved to another that has it, the latest names of stored records are kept beyond that.
 
     Args:
         tier: which; what it must not do, it does not.
@@ -46,7 +46,7 @@ class Known:
         self._events = events
         # One lock for what is stored and what is told of it: the stream must be in the order of the changes.
         self._lock = threading.RLock()
-        self._recent: dict[bytes, float] = {}  # until when the page is believed to be there
+        self._recent: dict[bytes, float] = {}  # until when the record is believed to be there
         self._most = _RECENT * sum(rank.pool.pages for rank in ranks)
         self._lost_at: dict[bytes, float] = {}
         self._lost_before = -math.inf  # when the latest of those was lost that are not in there any more
@@ -73,7 +73,7 @@ class Known:
             saving: what was saved.
             ok: bool[n].
             now: on the store's clock.
-            chain: keys of the sequence, the numbers of the saved pages in it, and what it holds, if told.
+            chain: keys of the sequence's records, numbers of the saved ones, what all of them hold, if told.
 
         Returns:
             bool[n], those that are to be tried again.
@@ -87,7 +87,7 @@ class Known:
         return again
 
     def restored(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, since: float) -> None:
-        """Pages came back from this tier, read from `since` on: what it has not lost since, it has."""
+        """Records came back from this tier, read from `since` on: what it has not lost since, it has."""
         now = self._clock()
         with self._lock:
             there = self._kept(keys, since)
@@ -135,7 +135,7 @@ class Known:
         return ~np.array(lost, np.bool_)
 
     def recall(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations) -> None:
-        """Pages came back from another tier: maybe this one has them too."""
+        """Records came back from another tier: maybe this one has them too."""
         now = self._clock()
         with self._lock:
             there = np.array([self._recent.get(name, 0.0) > now for name in names_of(keys)], np.bool_)
@@ -161,7 +161,7 @@ class Known:
                 self._events.cleared(self.tier.name, RESET)
 
     def _lost(self, keys: RecordKeys, reason: str) -> None:
-        """One record of a page is enough: the page can be found no more (R2)."""
+        """One shard of a record is enough: the record can be found no more (R2)."""
         mine: Keys = np.ascontiguousarray(keys["page_key"][keys["part"] == self._part])
         if not len(mine):
             return

@@ -1,8 +1,8 @@
 """Loads in flight: pages and leases stay with them until they settle, whoever still waits (A3, A4).
 
-A load fills the missing pages of a stretch of the chain.  Those that are resident already, past a hole, since
-a save in flight pins them, are kept meanwhile and not loaded again (A17).  Others who want one of its pages
-wait for it instead of loading the same (A16).
+A load fills the missing pages of some records, a stretch of the chain.  Those that are resident already, past
+a hole, since a save in flight pins them, are kept meanwhile and not loaded again (A17).  Others who want one
+of its records wait for it instead of loading the same (A16).
 """
 
 from __future__ import annotations
@@ -78,8 +78,12 @@ class Load:
 
     Attributes:
         owned: gives leases and pages back, as far as they were not consumed.
-        wanted: int64[n], numbers of the pages that are loaded.
-        origin: int16[n], 1 + number of the tier that gives each (most of) it.
+        numbers: int64[r], of the records that are loaded.
+        wanted: int64[n], numbers of the pages that are filled.
+        rows: int64[n], which of the records each belongs to.
+        origin: int16[r], 1 + number of the tier that gives each (most of) it.
+        last: int32[r], the last page of each record; 0 where that is not part of the load.
+        generations: uint32[r], of its occupants.
         op: settles when nothing touches the pages any more.
         begun: on the store's clock.
         deadline: of the wait for it, likewise.
@@ -91,9 +95,11 @@ class Load:
     sources: Sequence[Source]
     owned: ExitStack
     stretches: Sequence[Stretch]
+    numbers: NDArray[np.int64]
     wanted: NDArray[np.int64]
+    rows: NDArray[np.int64]
     origin: NDArray[np.int16]
-    blocks: Pages
+    last: Pages
     generations: Generations
     op: Pending[Verdict]
     begun: float
@@ -108,17 +114,17 @@ class Load:
 
     @property
     def keys(self) -> Keys:
-        """uint64[n, 2], of the pages that are loaded."""
-        return self.search.keys[self.wanted]
+        """uint64[r, 2], of the records that are loaded."""
+        return self.search.records[self.numbers]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landed:
-    """Pages that a load has brought, and where they are known to be stored.
+    """Records that a load has brought, and where they are known to be stored.
 
     Attributes:
-        pages: int32[n], held or cached.
-        numbers: int64[n], of them in the chain.
+        pages: int32[n], the last page of each, held or cached.
+        numbers: int64[n], of the records in the chain.
         held: whether somebody holds them now.
         begun: when the load began, on the store's clock.
     """
@@ -138,7 +144,7 @@ class Loads:
     Args:
         tally: where everything is counted.
         clock: the store's.
-        landed: told of pages that arrived, per tier that has all of a page.
+        landed: told of records that arrived, per tier that has all of a record.
     """
 
     def __init__(self, tally: Tally, clock: Clock, landed: Callable[[Landed], object]) -> None:
@@ -158,18 +164,18 @@ class Loads:
             return tuple(load.ended for load in self._open)
 
     def of(self, rank: Rank, key: Keys) -> Pending[None] | None:
-        """Settles when whatever brings a page, uint64[2], has ended or given way; None: nothing does."""
+        """Settles when whatever brings a record, uint64[2], has ended or given way; None: nothing does."""
         with self._lock:
             load = self._by_key.get((rank, key.tobytes()))
         return None if load is None else load.free
 
     def slow(self, rank: Rank, key: Keys, tier: Tier) -> bool:
-        """Whether a tier is still reading a page (uint64[2]) for somebody, and has had its time for it."""
+        """Whether a tier is still reading a record (uint64[2]) for somebody, and has had its time for it."""
         with self._lock:
             return (rank, key.tobytes(), tier.name) in self._slow
 
     def unclaimed(self, rank: Rank, keys: Keys, *tiers: Tier) -> int:
-        """How many leading pages, uint64[n, 2], no load in flight brings already, nor these tiers slowly."""
+        """How many leading records, uint64[n, 2], no load brings already, nor these tiers slowly."""
         with self._lock:
             for at, key in enumerate(keys):
                 name = key.tobytes()
@@ -191,22 +197,24 @@ class Loads:
 
         Args:
             search: for whom.
-            sources: rows [n, columns] of each, of the pages that are to be loaded.
-            origin: int16[n].
+            sources: rows [r, columns] of each, of the records of which a page is to be filled.
+            origin: int16[r].
             stretches: in order, from the first missing page on.
             owned: leases and pages; the load takes them over.
             deadline: of the load, on the loop's clock.
         """
         fresh = [item for item in stretches if item.fresh]
         wanted = np.concatenate([np.arange(item.first, item.end) for item in fresh])
-        blocks = np.concatenate([item.pages.pages for item in fresh])
-        generations = search.rank.pool.generation[blocks]
+        numbers, rows = np.unique(wanted // search.step, return_inverse=True)
+        blocks = np.zeros((len(numbers), search.step), np.int32)  # 0: resident, not to be written again
+        blocks[rows, wanted % search.step] = np.concatenate([item.pages.pages for item in fresh])
+        last = _last_pages(search, numbers, stretches)
+        generations = search.rank.pool.generation[last]
         begun = self._clock()
-        op = search.workers.load(sources, search.keys[wanted], blocks, deadline, key=search.ask.key)
+        op = search.workers.load(sources, search.records[numbers], blocks, deadline, key=search.ask.key)
         kept = owned.pop_all()
-        load = Load(
-            search, sources, kept, stretches, wanted, origin, blocks, generations, op, begun, deadline
-        )
+        chain = numbers, wanted, rows
+        load = Load(search, sources, kept, stretches, *chain, origin, last, generations, op, begun, deadline)
         op.on_done(lambda verdict: self._count(load, verdict))
         with self._lock:
             self._open[load] = None
@@ -247,32 +255,36 @@ class Loads:
 
     def _commit(self, load: Load, verdict: Verdict) -> None:
         search, pool, at = load.search, load.search.rank.pool, 0
+        codes, origin = verdict.codes[load.rows], load.origin[load.rows]
         for stretch in load.stretches:
             if isinstance(stretch.pages, Guard):
                 search.regrow(stretch.end)  # it is in the chain now; the guard ends with the load
                 if search.at < stretch.end:
                     break
                 continue
-            good = _leading(verdict.codes[at : at + stretch.count])
+            good = _leading(codes[at : at + stretch.count])
             keys = search.keys[stretch.first : stretch.end]
             told = search.content(stretch.first, stretch.end) if pool.events is not None else None
             search.hold = pool.commit(stretch.pages, keys, good, base=search.hold, content=told)
-            search.origin[stretch.first : stretch.first + good] = load.origin[at : at + good]
+            search.origin[stretch.first : stretch.first + good] = origin[at : at + good]
             at += good
             if good < stretch.count:
                 self._blame(load, verdict, at)
                 break
-        pages = search.hold.pages[load.wanted[:at]]
-        self._tell(load, pages, pool.generation[pages], held=True)
+        ends = (load.numbers + 1) * search.step
+        whole = (ends <= search.at) & (verdict.codes == Code.OK)
+        pages = search.hold.pages[ends[whole] - 1]
+        self._tell(load, np.flatnonzero(whole), pages, pool.generation[pages], held=True)
 
     def _late(self, load: Load, verdict: Verdict) -> None:
         """A4: what lands after everybody left is still registered; runs in the thread that settles."""
         search, pool, at, found = load.search, load.search.rank.pool, 0, 0
+        codes = verdict.codes[load.rows]
         try:
             for stretch in load.stretches:
                 if isinstance(stretch.pages, Guard):
                     continue
-                good = _leading(verdict.codes[at : at + stretch.count])
+                good = _leading(codes[at : at + stretch.count])
                 keys = search.keys[stretch.first : stretch.end]
                 parent = search.keys[stretch.first - 1].copy() if stretch.first else None
                 told = search.content(stretch.first, stretch.end) if pool.events is not None else None
@@ -281,24 +293,29 @@ class Loads:
                 if good < stretch.count:
                     break
             self._tally.count("pages_landed_late", found)
-            self._tell(load, load.blocks[:at], load.generations[:at], held=False)
+            done = np.searchsorted(load.rows, np.arange(len(load.numbers)), side="right") <= at
+            whole = np.flatnonzero(done & (load.last > 0))
+            self._tell(load, whole, load.last[whole], load.generations[whole], held=False)
         finally:
             self._end(load)
 
-    def _tell(self, load: Load, pages: Pages, generations: Generations, *, held: bool) -> None:
+    def _tell(
+        self, load: Load, rows: NDArray[np.int64], pages: Pages, generations: Generations, *, held: bool
+    ) -> None:
         for source in load.sources:
-            mine = np.flatnonzero((source.rows[: len(pages)] >= 0).all(axis=1))
-            if len(mine):
-                numbers = load.wanted[mine]
+            mine = (source.rows[rows] >= 0).all(axis=1)
+            if mine.any():
+                numbers = load.numbers[rows[mine]]
                 self._landed(
                     Landed(load.search, source, pages[mine], numbers, generations[mine], held, load.begun)
                 )
 
     def _blame(self, load: Load, verdict: Verdict, at: int) -> None:
         """Say what was wrong with the first page that did not arrive whole."""
-        code = Code(int(verdict.codes[at]))
+        row = int(load.rows[at])
+        code = Code(int(verdict.codes[row]))
         load.search.degrade(f"{load.names}: {code.name.lower()}")
-        workers = tuple(np.flatnonzero(verdict.by_worker[:, at] != Code.OK).tolist())
+        workers = tuple(np.flatnonzero(verdict.by_worker[:, row] != Code.OK).tolist())
         number = int(load.wanted[at])
         cut = Cut(
             load.names, number, f"load: {code.name.lower()}", load.search.workers.part.groups, (), workers
@@ -306,14 +323,15 @@ class Loads:
         load.search.cuts[load.names] = cut
 
     def _count(self, load: Load, verdict: Verdict) -> None:
-        bad = verdict.codes[verdict.codes != Code.OK]
+        codes = verdict.codes[load.rows]
+        bad = codes[codes != Code.OK]
         for code, count in sorted(Counter(bad.tolist()).items()):
             self._tally.count(f"pages_{Code(code).name.lower()}_{load.names}", count)
         seconds, ok = self._clock() - load.begun, verdict.codes == Code.OK
         for source in load.sources:
             mine = (source.rows >= 0) & ok[:, None]
-            share = load.search.workers.loaded_page_bytes * int(mine.sum()) // load.search.workers.columns
-            pages = int(mine.any(axis=1).sum())
+            share = load.search.workers.loaded_record_bytes * int(mine.sum()) // load.search.workers.columns
+            pages = int(mine.any(axis=1)[load.rows].sum())
             self._tally.count(f"pages_loaded_{source.tier.name}", pages)
             self._tally.moved(source.tier.name, "load", pages, share, seconds)
 
@@ -331,6 +349,14 @@ class Loads:
         load.ended.settle(None)
         if not load.free.done:
             load.free.settle(None)
+
+
+def _last_pages(search: Search, numbers: NDArray[np.int64], stretches: Sequence[Stretch]) -> Pages:
+    """The last page of each record, int32[n]; 0 where the stretches end before it."""
+    pages = np.concatenate([item.pages.pages for item in stretches])
+    at = (numbers + 1) * search.step - 1 - stretches[0].first
+    found: Pages = np.where(at < len(pages), pages[np.minimum(at, len(pages) - 1)], 0).astype(np.int32)
+    return found
 
 
 def _leading(codes: Codes) -> int:

@@ -1,5 +1,6 @@
-"""What a rank knows of one tier: which resident pages are stored there, are being saved, or were not saved.
+"""What a rank knows of one tier: which resident records are stored there, being saved, or were not saved.
 
+A record is marked on its last page, whose key tells all tokens before it; the others may belong to several.
 A mark names a page *and its occupant* (the page's generation), so it dies with the content it was made for.
 Two things end one earlier: the tier says that it lost a record, or, where a tier cannot tell, time (C3).
 """
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from kvcontract.pool.index import Keys, Pages
 
 KNOWN_FOR_S: Final = 300.0
-"""How long a page counts as stored in a tier that cannot tell what it has lost."""
+"""How long a record counts as stored in a tier that cannot tell what it has lost."""
 
 Flags = NDArray[np.bool_]
 Lock = threading.RLock  # a factory in this version of Python
@@ -26,11 +27,12 @@ Generations = NDArray[np.uint32]
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """Pages on their way to one tier.
+    """Records on their way to one tier.
 
     Attributes:
-        keys: uint64[n, 2].
-        lost: which of them the tier has lost a record of since the save began.
+        pages: int32[n], the last one of each.
+        keys: uint64[n, 2], of the records.
+        lost: which of them the tier has lost a shard of since the save began.
     """
 
     pages: Pages
@@ -129,7 +131,7 @@ class Marks:
             self._store(pages, keys, generations, now)
 
     def lost(self, keys: Keys) -> None:
-        """The tier has lost records of these pages, uint64[n, 2]."""
+        """The tier has lost some of these records, uint64[n, 2]."""
         names = dict.fromkeys(names_of(keys))
         with self._lock:
             for saving in self._flying:

@@ -1,4 +1,4 @@
-"""What of a run of pages is to go to which tier, and how much of that may begin now."""
+"""What of a run of records is to go to which tier, and how much of that may begin now."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chosen(
     left: int | None,
     handoff: Handoff | None,
 ) -> Batch | None:
-    """What of the pages that are to be saved may begin; None if there are none at all (C5).
+    """What of the records that are to be saved may begin; None if there are none at all (C5).
 
     Args:
         rank: whose pages.
@@ -52,7 +52,7 @@ def chosen(
         todo: bool[tiers, n].
         classes: by tier.
         budgets: of what each tier is being given.
-        left: pages that may still be pinned; None: any number, since nothing of it may be shed.
+        left: records that may still be pinned; None: any number, since nothing of it may be shed.
         handoff: that it belongs to.
     """
     rows = np.flatnonzero(todo.any(axis=0))

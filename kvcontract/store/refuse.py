@@ -64,22 +64,11 @@ def refuse(
     findings = check_model(model)
     if findings:
         raise NotConformant(model.name, findings)
-    faults = [] if ranks else ["a store has at least one rank"]
-    for what, names in (("rank", [rank.name for rank in ranks]), ("tier", [tier.name for tier in tiers])):
-        faults += [f"two {what}s are named {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
-    faults += _rank_faults(model, ranks)
-    never = [group.name for group in model.groups if not group.checkpointable]
-    if never:
-        faults.append(
-            f"group {', '.join(never)} is never restored: no prefix can be reused; leave the store out"
-        )
-    mixing = [tier.name for tier in tiers if not tier.capabilities.scopes]
-    if mixing:
-        faults.append(f"tier {', '.join(mixing)} cannot keep scopes apart; every tier of a store must (D3)")
+    faults = _faults(model, ranks, tiers)
     faults += policy_faults(policies, [tier.name for tier in tiers])
     faults += [] if encryption is None else encryption.faults()
     small: tuple[str, ...] = ()
-    if not never:
+    if model.prefix_caching:
         small, wrong = _sizes(model, parts(model)[0], tiers, policies, max_tp)
         faults += wrong
     lasting = [tier for tier in tiers if tier.name in lasting_names(tiers)]
@@ -95,6 +84,23 @@ def refuse(
     if unnamed:
         raise NotConformant(model.name, (_unnamed_weights(model, lasting_names(tiers)),))
     return Allowed(parts(model)[0], chosen, small)
+
+
+def _faults(model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier]) -> list[str]:
+    """What is wrong with the ranks, with names, and with what the tiers cannot do."""
+    faults = [] if ranks else ["a store has at least one rank"]
+    for what, names in (("rank", [rank.name for rank in ranks]), ("tier", [tier.name for tier in tiers])):
+        faults += [f"two {what}s are named {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
+    faults += _rank_faults(model, ranks)
+    never = [group.name for group in model.groups if not group.checkpointable]
+    if never:
+        faults.append(
+            f"group {', '.join(never)} is never restored: no prefix can be reused; leave the store out"
+        )
+    mixing = [tier.name for tier in tiers if not tier.capabilities.scopes]
+    if mixing:
+        faults.append(f"tier {', '.join(mixing)} cannot keep scopes apart; every tier of a store must (D3)")
+    return faults
 
 
 def _rank_faults(model: KvModel, ranks: Sequence[Rank]) -> list[str]:
@@ -143,7 +149,7 @@ def _sizes(
         told = "; ".join(
             f"tier {name!r} takes records of at most {limit:,} B" for name, limit in small.items()
         )
-        faults.append(f"{told}; one page of part {part.name!r} needs {max(sizes):,} B")
+        faults.append(f"{told}; one record of part {part.name!r} needs {max(sizes):,} B")
     return tuple(small), faults
 
 

@@ -31,10 +31,10 @@ from kvcontract.tiers.base import Buffers, Code, Codes, Lease, RecordKeys, SaveC
 from kvcontract.tiers.cipher import NO_KEY, RecordCipher, leaves
 
 BUFFER_BYTES: Final = 32 * 2**20
-"""Memory that the relays to one tier go through; at least a page."""
+"""Memory that the relays to one tier go through; at least a record."""
 
 MOST_WAITING: Final = 65_536
-"""Pages that may wait for their turn, a tier; beyond that they are shed, and wanted again at retire (C5)."""
+"""Records that may wait for their turn, a tier; beyond that they are shed, and wanted again later (C5)."""
 
 YIELD_S: Final = 1.0
 """Longest time that a batch waits for the loads before it."""
@@ -54,20 +54,22 @@ class RelayClock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of a page.
+    """What a record is to a tier.
 
     Attributes:
-        keys: those of some pages, uint64[n, 2] -> [n * columns], page by page.
-        record_bytes: of each column, frame included.
+        keys: of the shards of some records, uint64[n, 2] -> [n * shards], record by record.
+        shard_bytes: of each shard, frame included.
+        pages: that it spans.
     """
 
     keys: Callable[[Keys], RecordKeys]
-    record_bytes: tuple[int, ...]
+    shard_bytes: tuple[int, ...]
+    pages: int
 
     @property
-    def page_bytes(self) -> int:
-        """Of all of them."""
-        return sum(self.record_bytes)
+    def total_bytes(self) -> int:
+        """Of all shards."""
+        return sum(self.shard_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +85,7 @@ class Relays:
     Args:
         known: of each tier, fastest first.
         policies: of each tier.
-        records: of a page.
+        records: what one is.
         tally: where everything is counted.
         clock: the store's.
         loads: those in flight, which go first.
@@ -111,7 +113,7 @@ class Relays:
         self._given_up = 0
         self._hops = {
             number: Hop(
-                number, known[number - 1], known[number], policy, _buffer_bytes(policy, records.page_bytes)
+                number, known[number - 1], known[number], policy, _buffer_bytes(policy, records.total_bytes)
             )
             for number, policy in enumerate(policies)
             if policy.back
@@ -132,21 +134,21 @@ class Relays:
     def pages(self) -> int:
         """Pages on their way, or waiting for it."""
         with self._lock:
-            return sum(len(hop.names) for hop in self._hops.values())
+            return sum(len(hop.names) for hop in self._hops.values()) * self._records.pages
 
     @property
     def copying(self) -> int:
         """Pages that are being copied now."""
         with self._lock:
-            return sum(len(hop.batch) for hop in self._hops.values())
+            return sum(len(hop.batch) for hop in self._hops.values()) * self._records.pages
 
     def expect(self, number: int, rank: Rank, run: Run, rows: Any) -> bool:
-        """Pages of a run are to be copied to a tier once they are in the one above.
+        """Records of a run are to be copied to a tier once they are in the one above.
 
         Args:
             number: of the tier.
             rank: whose pages.
-            run: of the pages.
+            run: of the records.
             rows: int64[n], of its generations; those that are on their way there already are left out.
 
         Returns:
@@ -161,20 +163,20 @@ class Relays:
             if fresh:
                 mine = numbers[fresh]
                 relay = Relay(
-                    rank, run, mine, run.pages[mine], run.generations[rows[fresh]], run.keys[mine].copy()
+                    rank, run, mine, run.pages[mine, -1], run.generations[rows[fresh]], run.keys[mine].copy()
                 )
                 self._open[relay] = None
                 for row, at in enumerate(fresh):
                     hop.names[names[at]] = None
                     hop.expected[names[at]] = relay, row
         if fresh:
-            self._tally.count(f"pages_to_relay_{hop.target.tier.name}", len(fresh))
+            self._count("pages_to_relay", hop, len(fresh))
         if shed:
-            self._tally.count(f"pages_not_to_relay_{hop.target.tier.name}", shed)
+            self._count("pages_not_to_relay", hop, shed)
         return bool(fresh)
 
     def coming(self, number: int, keys: Keys) -> Flags:
-        """Which pages, uint64[n, 2], are on their way to a tier by relay, bool[n]."""
+        """Which records, uint64[n, 2], are on their way to a tier by relay, bool[n]."""
         hop = self._hops.get(number)
         if hop is None:
             return np.zeros(len(keys), np.bool_)
@@ -182,7 +184,7 @@ class Relays:
             return np.array([name in hop.names for name in names_of(keys)], np.bool_)
 
     def arrived(self, number: int, keys: Keys, there: Flags) -> None:
-        """Pages have ended their way to a tier: `there`, bool[n], or not; the next one may go on."""
+        """Records have ended their way to a tier: `there`, bool[n], or not; the next one may go on."""
         hop = self._hops.get(number + 1)
         if hop is None or not hop.expected:
             return
@@ -207,7 +209,7 @@ class Relays:
                 hop.expected.clear()
                 hop.queue.clear()
             if items:
-                self._given_up += len(items)
+                self._given_up += len(items) * self._records.pages
                 self._end(hop, items, np.full(len(items), Code.SHED, np.uint8))
         return self._given_up + self.copying
 
@@ -224,7 +226,7 @@ class Relays:
                 if hop.batch or not hop.queue or self._closed:
                     hop.driving = False
                     return
-                most = hop.buffer_bytes // self._records.page_bytes
+                most = hop.buffer_bytes // self._records.total_bytes
                 hop.batch = [hop.queue.popleft() for _ in range(min(most, len(hop.queue)))]
             self._guarded(hop, partial(self._yield, hop))
 
@@ -264,7 +266,7 @@ class Relays:
             self._finish(hop, np.full(len(hop.batch), Code.EXPIRED, np.uint8))
 
     def _found(self, hop: Hop, keys: RecordKeys, lease: Lease, deadline: float) -> None:
-        count, columns = len(hop.batch), len(self._records.record_bytes)
+        count, columns = len(hop.batch), len(self._records.shard_bytes)
         codes = np.full(count, Code.FAILED, np.uint8)
         if lease.failed or lease.present.shape != keys.shape:  # A15: nothing is known
             self._tally.count("tier_answers_refused", int(not lease.failed))
@@ -302,7 +304,7 @@ class Relays:
         deadline: float,
     ) -> None:
         """What was loaded is in the buffer: save what came whole."""
-        columns = len(self._records.record_bytes)
+        columns = len(self._records.shard_bytes)
         codes[rows] = found.reshape(-1, columns).max(axis=1)
         self._encrypt(hop, keys[places], rows, buffers, codes)
         whole = np.flatnonzero(codes[rows] == Code.OK)
@@ -324,7 +326,7 @@ class Relays:
         cipher = self._cipher
         if cipher is None or not leaves(hop.target.tier.capabilities):
             return
-        columns, pieces = len(self._records.record_bytes), buffers.pieces()
+        columns, pieces = len(self._records.shard_bytes), buffers.pieces()
         for at, row in enumerate(rows.tolist()):
             relay, _ = hop.batch[row]
             key = relay.run.key
@@ -356,13 +358,13 @@ class Relays:
                 hop.target.relayed(
                     relay.rank, relay.pages[ok], relay.keys[ok], relay.generations[ok], begun, chain
                 )
-        size, seconds = good * self._records.page_bytes, self._clock.time() - begun
-        self._tally.moved(hop.target.tier.name, "save", good, size, seconds)
+        size, seconds = good * self._records.total_bytes, self._clock.time() - begun
+        self._tally.moved(hop.target.tier.name, "save", good * self._records.pages, size, seconds)
         self._finish(hop, codes)
 
     def _missed(self, hop: Hop, rows: Any) -> None:
         """The source has lost them meanwhile: no more is it believed to have them, so they are saved anew."""
-        self._tally.count(f"relays_lost_{hop.source.tier.name}", len(rows))
+        self._tally.count(f"relays_lost_{hop.source.tier.name}", len(rows) * self._records.pages)
         for relay, mine in by_relay([hop.batch[row] for row in rows.tolist()]):
             hop.source.absent(relay.rank, relay.pages[mine], relay.keys[mine], relay.generations[mine])
 
@@ -378,11 +380,11 @@ class Relays:
         self._drive(hop)
 
     def _end(self, hop: Hop, items: Sequence[Item], codes: Codes) -> None:
-        """Give pages their one terminal, counted (R8)."""
+        """Give records their one terminal, counted (R8)."""
         for code, number in enumerate(np.bincount(codes).tolist()):
             if number:
                 name = "pages_relayed" if code == Code.OK else f"pages_not_relayed_{Code(code).name.lower()}"
-                self._tally.count(f"{name}_{hop.target.tier.name}", number)
+                self._count(name, hop, number)
         ended = []
         with self._lock:
             for (relay, row), code in zip(items, codes.tolist(), strict=True):
@@ -395,16 +397,19 @@ class Relays:
         for relay in ended:
             relay.done.settle(relay.codes)
 
+    def _count(self, name: str, hop: Hop, records: int) -> None:
+        self._tally.count(f"{name}_{hop.target.tier.name}", records * self._records.pages)
+
     def _buffers(self, hop: Hop, count: int) -> Buffers:
-        """Memory of the records of so many pages."""
+        """Memory of so many records."""
         memory = hop.buffer()
-        sizes = np.tile(np.array(self._records.record_bytes, np.int64), count)
+        sizes = np.tile(np.array(self._records.shard_bytes, np.int64), count)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)[:-1]])
         return Buffers(
             memory.ctypes.data + starts, sizes, np.arange(len(sizes) + 1, dtype=np.int64), (Stage(memory),)
         )
 
 
-def _buffer_bytes(policy: TierPolicy, page_bytes: int) -> int:
+def _buffer_bytes(policy: TierPolicy, record_bytes: int) -> int:
     limit = BUFFER_BYTES if policy.most_saving_bytes is None else min(BUFFER_BYTES, policy.most_saving_bytes)
-    return max(page_bytes, limit)
+    return max(record_bytes, limit)

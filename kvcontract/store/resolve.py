@@ -39,7 +39,8 @@ class Resolver:
     """Runs resolves.
 
     Args:
-        keyer: derives page keys.
+        keyer: derives keys of pages.
+        record_keyer: derives keys of records.
         fetcher: brings pages from the tiers.
         answers: makes prefixes.
         tally: where everything is counted.
@@ -48,9 +49,18 @@ class Resolver:
     """
 
     def __init__(
-        self, keyer: Keyer, fetcher: Fetcher, answers: Answers, tally: Tally, *, soon: Soon, tell: bool
+        self,
+        keyer: Keyer,
+        record_keyer: Keyer,
+        fetcher: Fetcher,
+        answers: Answers,
+        tally: Tally,
+        *,
+        soon: Soon,
+        tell: bool,
     ) -> None:
         self._keyer = keyer
+        self._record_keyer = record_keyer
         self._fetcher = fetcher
         self._answers = answers
         self._tally = tally
@@ -121,9 +131,11 @@ class Resolver:
             return "a reset was under way"
         try:
             if not ask.cancelled:
-                search = self._searched(ask, await self._names(ask))
+                search = self._searched(ask, await self._names(ask, self._keyer))
                 found.append(search)
-                if len(search.missing) and not ask.cancelled:
+                if search.short and not ask.cancelled:
+                    if search.step > 1:
+                        search.records = await self._names(ask, self._record_keyer)
                     await self._ask_tiers(search)
         finally:
             self._leave()
@@ -179,9 +191,10 @@ class Resolver:
         if scope in self._open and not scope.expired():
             scope.reschedule(asyncio.get_running_loop().time())
 
-    async def _names(self, ask: Ask) -> Keys:
-        """Keys of the pages that may be hit, uint64[n, 2]; others go on meanwhile (A22)."""
-        page, limit = ask.rank.pool.page_tokens, ask.limit_tokens
+    async def _names(self, ask: Ask, keyer: Keyer) -> Keys:
+        """Keys of the pages, or records, that may be hit, uint64[n, 2]; others go on meanwhile (A22)."""
+        page = keyer.page_tokens
+        limit = ask.limit_tokens // page * page
         extras = ask.media.extras(page, limit // page)
         step = max(page, HASHED_AT_ONCE_TOKENS // page * page)
         keys: NDArray[np.uint64] = np.empty((limit // page, 2), np.uint64)
@@ -192,7 +205,7 @@ class Resolver:
             mine = {number - first: item for number, item in extras.items() if at <= number * page < end}
             parent = keys[first - 1] if first else None
             piece = ask.tokens[at:end]
-            keys[first : end // page] = self._keyer.chain(piece, ask.scope, extras=mine, parent=parent)
+            keys[first : end // page] = keyer.chain(piece, ask.scope, extras=mine, parent=parent)
         return keys
 
     def _searched(self, ask: Ask, keys: Keys) -> Search:
@@ -203,8 +216,9 @@ class Resolver:
             ids = token_array(ask.tokens[: len(keys) * page])
             told = Tokens(ids, self._keyer.scope_tag(ask.scope), extras, page)
         hold = ask.rank.pool.match(keys)
-        search = Search(ask, keys, hold, told, np.zeros(len(keys), np.int16))
-        if len(search.missing):
+        records = keys[:0] if ask.workers.record_pages > 1 else keys
+        search = Search(ask, keys, records, hold, told, np.zeros(len(keys), np.int16))
+        if search.at < len(keys):
             groups = search.workers.part.groups
             search.cuts[DEVICE] = Cut(DEVICE, search.at, "not resident when asked", groups)
         return search
@@ -214,7 +228,7 @@ class Resolver:
         parks = policy.full_hit and not self._breaker.open(rank, policy)
         pause = FIRST_PAUSE_S
         await self._fetcher.round(search)
-        while len(search.missing) and parks:
+        while search.short and parks:
             if not await self._paused(search, pause):
                 search.degrade("full hit did not land in time")
                 self._breaker.cold(rank, policy)
@@ -222,7 +236,7 @@ class Resolver:
             pause = min(2 * pause, LONGEST_PAUSE_S)
             if await self._fetcher.landed(search):
                 await self._fetcher.round(search)
-        if policy.full_hit and not len(search.missing):
+        if policy.full_hit and not search.short:
             self._breaker.hit(rank, policy)
 
     async def _paused(self, search: Search, pause: float) -> bool:

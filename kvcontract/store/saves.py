@@ -1,4 +1,4 @@
-"""One batch of pages on its way to the tiers, and the share of a pool that such batches may pin."""
+"""One batch of records on its way to the tiers, and the share of a pool that such batches may pin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvcontract.tiers.cipher import NO_KEY, KeyId
 
 @dataclass(frozen=True, slots=True)
 class SealReport:
-    """What became of one seal.
+    """What became of one seal, in pages: those of an incomplete record wait for a later one.
 
     Attributes:
         pages: pages that had to be saved; 0 if there was nothing new (C9).
@@ -40,13 +40,13 @@ NOTHING = SealReport(0, 0, {})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Complete pages of one sequence, from its start.
+    """Complete records of one sequence, from its start.
 
     Attributes:
         keys: uint64[n, 2].
-        pages: int32[n].
-        first: number of the first page that is looked at.
-        generations: uint32[n - first], of the occupants of those.
+        pages: int32[n, pages of a record].
+        first: number of the first record that is looked at.
+        generations: uint32[n - first], of the occupants of their last pages.
         content: what they hold, if somebody is told (I7).
         key: that their records are encrypted with where they leave the process; None: none is known.
     """
@@ -58,21 +58,26 @@ class Run:
     first: int = 0
     key: KeyId | None = NO_KEY
 
+    @property
+    def last(self) -> Pages:
+        """int32[n - first], the last page of each record that is looked at: it stands for the record."""
+        return self.pages[self.first :, -1]
+
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Pages on their way to some tiers.
+    """Records on their way to some tiers.
 
     Attributes:
-        numbers: int64[k], which pages of the run.
+        numbers: int64[k], which records of the run.
         todo: bool[tiers, k], which of them each tier gets.
         cls: by tier.
         budgeted: whether its pins count.
-        shed: int64[m], which pages of the run were not even tried.
+        shed: int64[m], which records of the run were not even tried.
         capped: bool[tiers, k], those that a tier has no room for among what it is being given already.
         report: settles once every copy has landed.
         savings: by tier, its marks.
-        pages: int32[k].
+        blocks: int32[k, pages of a record].
         codes: u8[tiers, k].
         again: bool[tiers, k], those that failed after another try was asked for.
     """
@@ -89,16 +94,26 @@ class Batch:
     capped: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), np.bool_))
     report: Pending[SealReport] = field(default_factory=Pending)
     savings: dict[int, Saving] = field(default_factory=dict)
-    pages: Pages = field(init=False)
+    blocks: Pages = field(init=False)
     codes: NDArray[np.uint8] = field(init=False)
     again: NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pages = self.run.pages[self.numbers]
+        self.blocks = self.run.pages[self.numbers]
         self.codes = np.zeros(self.todo.shape, np.uint8)
         if self.capped.size:
             self.codes[self.capped] = Code.SHED
         self.again = np.zeros(self.todo.shape, np.bool_)
+
+    @property
+    def pages(self) -> Pages:
+        """int32[k * pages of a record], all of them."""
+        return self.blocks.reshape(-1)
+
+    @property
+    def step(self) -> int:
+        """Pages of a record."""
+        return int(self.blocks.shape[1])
 
     def of(self, tier: int) -> NDArray[np.int64]:
         """Which rows of the batch a tier gets."""
@@ -108,30 +123,33 @@ class Batch:
         """What became of it, after the last copy."""
         worst = self.codes.max(axis=0, initial=Code.OK)
         ok: Flags = worst == Code.OK
-        failed = {Code(code).name.lower(): n for code, n in sorted(Counter(worst[~ok].tolist()).items())}
+        counted, step = sorted(Counter(worst[~ok].tolist()).items()), self.step
+        failed = {Code(code).name.lower(): n * step for code, n in counted}
         if shed := len(self.shed):
-            failed["shed"] = failed.get("shed", 0) + shed
-        return SealReport(len(self.numbers) + shed, int(ok.sum()), failed)
+            failed["shed"] = failed.get("shed", 0) + shed * step
+        return SealReport((len(self.numbers) + shed) * step, int(ok.sum()) * step, failed)
 
     @property
     def shed_pages(self) -> int:
         """Pages that some tier was not given, to keep what is under way within bounds."""
         capped = int(self.capped.any(axis=0).sum()) if self.capped.size else 0
-        return len(self.shed) + capped
+        return (len(self.shed) + capped) * self.step
 
 
 @dataclass(slots=True, eq=False)
 class Shed:
-    """Pages of a retired request that still want to be saved; `done` once that has ended, or is given up.
+    """Records of a retired request that still want to be saved; `done` once that has ended, or is given up.
 
     Each is tried once in each tier: one that fails again would keep those behind it waiting for ever.
 
     Attributes:
+        page_keys: of their pages.
         open: bool[tiers, n], what has not been tried.
         key: see `Run`.
     """
 
     keys: Keys
+    page_keys: Keys
     content: Content | None
     key: KeyId | None
     open: NDArray[np.bool_]
@@ -140,17 +158,17 @@ class Shed:
 
     @property
     def first(self) -> int:
-        """Number of the first page that is left; as many as there are if none is."""
+        """Number of the first record that is left; as many as there are if none is."""
         left = np.flatnonzero(self.open.any(axis=0))
         return int(left[0]) if len(left) else len(self.keys)
 
-    def cut(self, pages: int, page_tokens: int) -> Content | None:
-        """What the first of its pages hold."""
+    def cut(self, records: int, record_tokens: int) -> Content | None:
+        """What the first of its records hold."""
         told = self.content
-        return None if told is None else Content(told.token_ids[: pages * page_tokens], told.scope)
+        return None if told is None else Content(told.token_ids[: records * record_tokens], told.scope)
 
     def tried(self, first: int, batch: Batch | None) -> bool:
-        """Pages from `first` on were looked at; all but what the batch has shed is done with.
+        """Records from `first` on were looked at; all but what the batch has shed is done with.
 
         Returns:
             Whether some are left.
@@ -169,12 +187,12 @@ class Shed:
 
 
 class SavingBudgets:
-    """How many pages each tier is being given, and how many it may be.
+    """How many records each tier is being given, and how many it may be.
 
     Not thread-safe.
 
     Args:
-        limits: pages by tier; None: any number.
+        limits: records by tier; None: any number.
     """
 
     def __init__(self, limits: Sequence[int | None]) -> None:
@@ -183,20 +201,20 @@ class SavingBudgets:
         self.limited = any(limit is not None for limit in limits)
 
     def cap(self, tier: int, wanted: Flags) -> Flags:
-        """Which of the pages that are wanted, bool[n], the tier has no room for: the last ones."""
+        """Which of the records that are wanted, bool[n], the tier has no room for: the last ones."""
         limit = self._limits[tier]
         over = np.zeros(len(wanted), np.bool_)
         if limit is not None:
             over[np.flatnonzero(wanted)[max(0, limit - self._used[tier]) :]] = True
         return over
 
-    def take(self, tier: int, pages: int) -> None:
-        """Pages are on their way to a tier."""
-        self._used[tier] += pages
+    def take(self, tier: int, records: int) -> None:
+        """Records are on their way to a tier."""
+        self._used[tier] += records
 
-    def give(self, tier: int, pages: int) -> None:
+    def give(self, tier: int, records: int) -> None:
         """Undo one `take`."""
-        self._used[tier] -= pages
+        self._used[tier] -= records
 
 
 class PinBudget:

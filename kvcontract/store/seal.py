@@ -1,8 +1,9 @@
-"""Seal and retire: complete pages on their way to the tiers.
+"""Seal and retire: complete records on their way to the tiers.
 
 A full page is immutable, so sealing copies it from where it lies: guards pin the page until every copy has
 landed (C1), while its owner goes on or is gone.  Nothing here waits: what a save becomes is settled on the
-thread that finishes it.
+thread that finishes it.  A record of several pages is saved once all of them are complete; its last page,
+whose key tells all tokens before it, carries what is known of the record.
 
 Saves that nobody waits for may pin only a share of the pool (C5).  What is above it is shed: a request that
 goes on seals again anyway, and what a retired one leaves behind is tried when pins come back, as long as it
@@ -25,12 +26,12 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.model import Scope
 from kvcontract.core.pending import Pending, all_of, report_uncaught
 from kvcontract.pool.events import Content
-from kvcontract.pool.index import Keys
+from kvcontract.pool.keys import Keyer
 from kvcontract.pool.request import RequestKv
+from kvcontract.store.expect import Expectations
 from kvcontract.store.handoffs import Handoff, Handoffs
 from kvcontract.store.known import Known
 from kvcontract.store.loads import Landed
-from kvcontract.store.marks import Flags
 from kvcontract.store.plan import Plan, chosen
 from kvcontract.store.rank import Rank
 from kvcontract.store.relay import Relays
@@ -51,10 +52,11 @@ class Sealer:
     """Runs saves; knows which are in flight.
 
     Args:
-        known: what is known of each tier, fastest first; each gets every page.
+        known: what is known of each tier, fastest first; each gets every record.
         policies: of each tier.
-        relays: bring pages to the tiers that are written back.
+        relays: bring records to the tiers that are written back.
         ranks: name -> rank and its workers.
+        keyer: derives keys of records.
         tally: where everything is counted.
         clock: the store's.
         budget: share of a pool that saves may pin which may be shed.
@@ -68,6 +70,7 @@ class Sealer:
         policies: Sequence[TierPolicy],
         relays: Relays,
         ranks: Mapping[str, tuple[Rank, Workers]],
+        keyer: Keyer,
         tally: Tally,
         clock: Clock,
         *,
@@ -80,6 +83,8 @@ class Sealer:
         self._relays = relays
         self._ranks = [rank for rank, _ in ranks.values()]
         self._workers = {name: workers for name, (_, workers) in ranks.items()}
+        self._keyer = keyer
+        self._step = max(workers.record_pages for workers in self._workers.values())
         self._tally = tally
         self._clock = clock
         self._tell = tell
@@ -87,19 +92,19 @@ class Sealer:
         self._lock = threading.Lock()
         self._open: dict[Batch, None] = {}
         self._budgets = {
-            name: PinBudget(rank.pool.pages, max(1, int(budget * rank.pool.total)))
+            name: PinBudget(rank.pool.pages, max(self._step, int(budget * rank.pool.total)))
             for name, (rank, _) in ranks.items()
         }
-        page_bytes = max(workers.saved_page_bytes for workers in self._workers.values())
+        size = max(workers.saved_record_bytes for workers in self._workers.values())
         limits = [policy.most_saving_bytes for policy in policies]
-        self._saving = SavingBudgets([limit and limit // page_bytes for limit in limits])
-        self._arrivals: deque[tuple[int, Keys, Flags]] = deque()
+        self._saving = SavingBudgets([limit and limit // size for limit in limits])
+        self._expected = Expectations(known, relays, clock)
         self._shed: dict[str, deque[Shed]] = {name: deque() for name in ranks}
         self._draining: set[str] = set()
         self._sealed: WeakKeyDictionary[RequestKv, int] = WeakKeyDictionary()
         shared = [number for number, item in enumerate(known) if item.tier.capabilities.shared]
         self._visible = shared or list(range(len(self._known)))  # where another engine looks
-        self.handoffs = Handoffs(len(self._visible))
+        self.handoffs = Handoffs(len(self._visible), self._step)
 
     @property
     def saves(self) -> tuple[Pending[SealReport], ...]:
@@ -124,7 +129,7 @@ class Sealer:
         handoff: str | None = None,
         scope_tag: str = "",
     ) -> Pending[SealReport]:
-        """Save the request's complete pages that are not known to be stored.
+        """Save the request's complete records that are not known to be stored.
 
         Never blocks and never raises for what befalls a save; the report settles once every copy has landed.
 
@@ -133,7 +138,7 @@ class Sealer:
             req: the request.
             cls: why.
             after: see `Workers.save`.
-            last: nobody will seal it again: pages that failed before are tried too (C4), and those that are
+            last: nobody will seal it again: records that failed before are tried too (C4), and those that are
                 shed are remembered.
             handoff: with `SaveClass.HANDOFF`, its name.
             scope_tag: of the request's scope, for events.
@@ -143,11 +148,11 @@ class Sealer:
         """
         if req.released:
             raise UsageFault("the request is released: its pages may be another's by now; seal before that")
-        if not req.registered or not self._known:
+        if req.registered < self._step or not self._known:
             return Pending.of(NOTHING)
         with self._lock:
             batch = self._looked(rank, req, cls, handoff, scope_tag, last=last)
-        self._pass_on()
+        self._expected.pass_on()
         if batch is None:
             return Pending.of(NOTHING)  # C9
         batch.after = after
@@ -155,31 +160,33 @@ class Sealer:
         if shed and last:
             keys = batch.run.keys.copy()
             still = np.ones((len(self._known), len(keys)), np.bool_)
-            self._remember(rank, Shed(keys, batch.run.content, batch.run.key, still))
+            self._remember(rank, Shed(keys, req.keys.copy(), batch.run.content, batch.run.key, still))
         self._start(batch)
         if shed and last:
             self._drain(rank)  # pins may have come back before it was remembered
         return batch.report
 
     def promote(self, landed: Landed, tier: int) -> None:
-        """Bring pages that came from a lower tier to those above it as well."""
+        """Bring records that came from a lower tier to those above it as well."""
         rank, search = landed.search.rank, landed.search
         above = [number for number in range(tier) if self._policies[number].promote]
         end = int(landed.numbers[-1]) + 1
         if not above or not landed.held:
             return
-        content = search.content(0, end) if self._tell else None
-        pages = search.hold.pages[:end]
-        run = Run(search.keys[:end], pages, rank.pool.generation[pages], content, key=search.ask.key)
+        content = search.record_content(end) if self._tell else None
+        pages = search.hold.pages[: end * self._step].reshape(end, self._step)
+        run = Run(
+            search.records[:end], pages, rank.pool.generation[pages[:, -1]], content, key=search.ask.key
+        )
         now, came = self._clock(), np.zeros(end, np.bool_)
         came[landed.numbers] = True
         with self._lock:
             plan = self._plan(end)
             for number in above:
-                missing = self._known[number].of(rank).missing(pages, run.generations, now, retry=False)
+                missing = self._known[number].of(rank).missing(run.last, run.generations, now, retry=False)
                 plan.of(number)[:] = missing & came
             batch = self._made(rank, run, plan, [SaveClass.WRITE_BACK] * len(self._known), budgeted=True)
-        self._pass_on()
+        self._expected.pass_on()
         if batch is not None:
             self._start(batch)
 
@@ -198,15 +205,16 @@ class Sealer:
         self, rank: Rank, req: RequestKv, cls: SaveClass, handoff: str | None, scope_tag: str, *, last: bool
     ) -> Batch | None:
         """What of a request is to be saved now."""
-        count, page = req.registered, rank.pool.page_tokens
-        pages, content = req.pages[:count], None
+        keys, size = req.record_keys(self._keyer), self._keyer.page_tokens
+        count, content = len(keys), None
+        pages = req.pages[: count * self._step].reshape(count, self._step)
         if self._tell:
-            content = Content(req.tokens[: count * page], scope_tag)
+            content = Content(req.tokens[: count * size], scope_tag)
         # What it began with, and what a seal before has dealt with, is looked at again in the end.
-        seen = self._sealed.get(req, req.hit_tokens // page)
+        seen = self._sealed.get(req, req.hit_tokens // size)
         first = 0 if last or handoff is not None else min(count, seen)
-        generations = rank.pool.generation[pages[first:]]
-        run = Run(req.keys, pages, generations, content, first, self._key_of(req.scope))
+        generations = rank.pool.generation[pages[first:, -1]]
+        run = Run(keys, pages, generations, content, first, self._key_of(req.scope))
         batch = self._planned(rank, run, cls, handoff, retry=last)
         if handoff is None:
             self._sealed[req] = count if batch is None or not batch.shed_pages else first
@@ -227,8 +235,7 @@ class Sealer:
         still: NDArray[np.bool_] | None = None,
     ) -> Batch | None:
         now, classes = self._clock(), [cls] * len(self._known)
-        pages = run.pages[run.first :]
-        plan = self._plan(len(pages))
+        plan = self._plan(len(run.generations))
         named, owed = None, list[NDArray[np.bool_]]()
         if handoff is not None:
             named, owed = self.handoffs.begin(handoff, run.keys)
@@ -239,7 +246,7 @@ class Sealer:
                 continue
             if handoff is not None:
                 classes[number] = SaveClass.CACHEABLE  # a private tier keeps nothing for others
-            plan.of(number)[:] = known.of(rank).missing(pages, run.generations, now, retry=retry)
+            plan.of(number)[:] = known.of(rank).missing(run.last, run.generations, now, retry=retry)
         if still is not None:
             np.logical_and(plan.save, still, out=plan.save)
         budgeted = cls is not SaveClass.HANDOFF  # C5
@@ -256,7 +263,7 @@ class Sealer:
         handoff: Handoff | None = None,
     ) -> Batch | None:
         """Choose what may be pinned, pin it (C1), and mark it as being saved; None if there is nothing."""
-        left = self._budgets[rank.name].left if budgeted else None
+        left = self._budgets[rank.name].left // self._step if budgeted else None
         batch = chosen(rank, run, plan.save, classes, self._saving, left=left, handoff=handoff)
         if batch is not None:
             rank.pool.pin(batch.pages)
@@ -267,51 +274,18 @@ class Sealer:
                 if len(mine):
                     generations = run.generations[batch.numbers[mine] - run.first]
                     keys = run.keys[batch.numbers[mine]]
-                    batch.savings[number] = known.of(rank).begin(batch.pages[mine], keys, generations)
+                    batch.savings[number] = known.of(rank).begin(batch.blocks[mine, -1], keys, generations)
                     if handoff is None:
                         self._saving.take(number, len(mine))
             self._open[batch] = None
         for number in plan.back:
-            self._expect(number, rank, run, np.flatnonzero(plan.relay[number]))
+            self._expected.add(number, rank, run, np.flatnonzero(plan.relay[number]))
         return batch
-
-    def _expect(self, number: int, rank: Rank, run: Run, rows: NDArray[np.int64]) -> None:
-        """Pages that are in the tier above, or on their way there, are to be relayed to this one."""
-        if not len(rows):
-            return
-        stored, coming = self._above(number, rank, run, rows)
-        rows = rows[stored | coming]
-        if not len(rows) or not self._relays.expect(number, rank, run, rows):
-            return
-        # Looked at again: what has arrived since, or has failed to, is told by nobody else.
-        stored, coming = self._above(number, rank, run, rows)
-        if not coming.all():
-            there = ~coming
-            self._arrivals.append((number - 1, run.keys[rows[there] + run.first], stored[there]))
-
-    def _above(
-        self, number: int, rank: Rank, run: Run, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Which pages the tier above a tier has, and which are on their way there, bool[n] each."""
-        numbers = rows + run.first
-        above = self._known[number - 1].of(rank)
-        coming = self._relays.coming(number - 1, run.keys[numbers])  # before what they come to
-        stored, saving = above.state(run.pages[numbers], run.generations[rows], self._clock())
-        return stored, coming | saving
-
-    def _pass_on(self) -> None:
-        """Tell the relays of pages that were there already; outside the lock, since they ask tiers."""
-        while True:
-            try:
-                arrival = self._arrivals.popleft()
-            except IndexError:
-                return
-            self._relays.arrived(*arrival)
 
     # Saving
 
     def _start(self, batch: Batch) -> None:
-        self._tally.count("pages_sealed", len(batch.numbers))
+        self._tally.count("pages_sealed", len(batch.pages))
         if batch.shed_pages:
             self._tally.count("pages_not_saved_shed", batch.shed_pages)
         if batch.handoff is not None:
@@ -323,7 +297,7 @@ class Sealer:
             op = workers.save(
                 self._known[number].tier,
                 saving.keys,
-                saving.pages,
+                batch.blocks[batch.of(number)],
                 cls,
                 now + self._policies[number].save_deadline_s,
                 batch.after,
@@ -357,8 +331,9 @@ class Sealer:
         if batch.handoff is not None and number in self._visible:
             at = self._visible.index(number)
             self.handoffs.settled(batch.handoff, at, batch.numbers[rows], verdict.codes)
-        size = int(ok.sum()) * self._workers[batch.rank.name].saved_page_bytes
-        self._tally.moved(known.tier.name, "save", int(ok.sum()), size, now - begun)
+        saved = int(ok.sum())
+        size = saved * self._workers[batch.rank.name].saved_record_bytes
+        self._tally.moved(known.tier.name, "save", saved * self._step, size, now - begun)
 
     def _settle(self, batch: Batch) -> None:
         retry = self._once_more(batch)
@@ -380,17 +355,17 @@ class Sealer:
             self._drain(rank)
 
     def _once_more(self, batch: Batch) -> Batch | None:
-        """Pages that failed although their request was retired meanwhile: tried again, once (C4)."""
+        """Records that failed although their request was retired meanwhile: tried again, once (C4)."""
         if not batch.again.any():
             return None
         plan = self._plan(len(batch.run.generations))
         for number in range(len(self._known)):
             plan.of(number)[batch.numbers - batch.run.first] = batch.again[number]
         with self._lock:
-            self._tally.count("pages_tried_again", int(batch.again.any(axis=0).sum()))
+            self._tally.count("pages_tried_again", int(batch.again.any(axis=0).sum()) * self._step)
             classes = [SaveClass.CACHEABLE] * len(self._known)
             made = self._made(batch.rank, batch.run, plan, classes, budgeted=False)
-        self._pass_on()
+        self._expected.pass_on()
         return made
 
     # What was shed
@@ -408,7 +383,7 @@ class Sealer:
         while True:
             with self._lock:
                 line = self._shed[rank.name]
-                if rank.name in self._draining or not line or not self._budgets[rank.name].left:
+                if rank.name in self._draining or not line or self._budgets[rank.name].left < self._step:
                     return
                 self._draining.add(rank.name)
                 item = line[0]
@@ -432,23 +407,24 @@ class Sealer:
 
     def _try_shed(self, rank: Rank, item: Shed) -> tuple[bool, bool]:
         """Save what is resident of it; whether something is still left to try, and whether anything began."""
-        with rank.pool.match(item.keys) as hold:
-            pages, first, batch = hold.pages.copy(), item.first, None
-            content = item.cut(len(pages), rank.pool.page_tokens)
-            generations = rank.pool.generation[pages[first:]]
-            run = Run(item.keys[: len(pages)], pages, generations, content, first, item.key)
+        with rank.pool.match(item.page_keys) as hold:
+            count, first = min(hold.hit_pages // self._step, len(item.keys)), item.first
+            pages, batch = hold.pages[: count * self._step].reshape(count, self._step).copy(), None
+            content = item.cut(count, self._keyer.page_tokens)
+            generations = rank.pool.generation[pages[first:, -1]]
+            run = Run(item.keys[:count], pages, generations, content, first, item.key)
             with self._lock:
-                if len(pages) > first:
-                    still = item.open[:, first : len(pages)]
+                if count > first:
+                    still = item.open[:, first:count]
                     batch = self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True, still=still)
                 left = item.tried(first, batch)
                 if batch is not None and not len(batch.numbers):
                     del self._open[batch]
                     batch = None
-        self._pass_on()
+        self._expected.pass_on()
         if batch is None:
             return left, False
-        self._tally.count("pages_tried_again", len(batch.numbers))
+        self._tally.count("pages_tried_again", len(batch.pages))
         item.saves.append(batch.report)
         # They were told of when they were shed first.
         batch.shed, batch.capped = batch.shed[:0], batch.capped[:0, :0]

@@ -110,6 +110,7 @@ class Search:
 
     Attributes:
         keys: uint64[n, 2], the pages that may be hit (A12).
+        records: uint64[n // pages of a record, 2], what tiers have of them; once it is needed.
         hold: what is pinned now; replaced as the hit grows, let go before a pause.
         tokens: what the pages hold, if anybody is to be told.
         origin: int16[n], where each page of the hold came from: 0 the device, else 1 + number of the tier.
@@ -117,12 +118,13 @@ class Search:
         most_pages: how many pages may be loaded at once; below what is there, where only that fits (A18).
         reasons: why the hit is shorter than it might be.
         cuts: what each place had to say.
-        partial: by number of the tier, the first missing page and which of its records are there.
+        partial: by number of the tier, the first missing record and which of its shards are there.
         news: settle when a tier has heard of something.
     """
 
     ask: Ask
     keys: Keys
+    records: Keys
     hold: Hold
     tokens: Tokens | None
     origin: NDArray[np.int16]
@@ -159,13 +161,35 @@ class Search:
         return self.hold.hit_pages
 
     @property
+    def step(self) -> int:
+        """Pages of a record."""
+        return self.workers.record_pages
+
+    @property
+    def record(self) -> int:
+        """Number of the first record of which a page is missing."""
+        return self.at // self.step
+
+    @property
+    def short(self) -> int:
+        """How many whole records might still be hit: all that a tier could add."""
+        return len(self.keys) // self.step - self.record
+
+    @property
     def missing(self) -> Keys:
-        """Keys of the pages not held yet."""
-        return self.keys[self.at :]
+        """Keys of the records not held whole yet."""
+        return self.records[self.record :]
 
     def content(self, first: int, end: int) -> Content | None:
         """What some pages hold, if anybody is to be told."""
         return None if self.tokens is None else self.tokens.of(first, end)
+
+    def record_content(self, end: int) -> Content | None:
+        """What the first records hold, if anybody is to be told."""
+        if self.tokens is None:
+            return None
+        size = self.step * self.tokens.page_tokens
+        return Content(self.tokens.ids[: end * size], self.tokens.scope, self.ask.media.extras(size, end))
 
     def degrade(self, reason: str) -> None:
         """Note why the hit is shorter."""

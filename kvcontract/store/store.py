@@ -42,6 +42,7 @@ from kvcontract.tiers.base import Level, SaveClass, Tier
 __all__ = ["NOTHING", "KvStore", "StoreOptions"]
 
 
+# long: the public face of all that a store does, a short method each
 class KvStore:
     """Resolve, seal and retire for the ranks of one model.
 
@@ -92,7 +93,7 @@ class KvStore:
                 model, ranks, tiers, secret=secret, clock=self._loop, lane=lane, options=chosen
             )
             undo.pop_all()
-        self.keyer = self._core.keyer
+        self.keyer, self.record_keyer = self._core.keyer, self._core.record_keyer
         self.fingerprint = self._core.fingerprint
         self.max_tp = self._core.max_tp
         self.too_small_tiers = self._core.too_small

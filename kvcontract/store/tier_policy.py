@@ -85,17 +85,17 @@ def policy_faults(policies: Mapping[str, TierPolicy], names: Sequence[str]) -> l
     return faults
 
 
-def small_budget_faults(policies: Mapping[str, TierPolicy], page_bytes: int) -> list[str]:
-    """Budgets that not even one page fits into, so that every one would be shed for ever.
+def small_budget_faults(policies: Mapping[str, TierPolicy], record_bytes: int) -> list[str]:
+    """Budgets that not even one record fits into, so that every one would be shed for ever.
 
     Args:
         policies: by name of the tier.
-        page_bytes: of all records of one page.
+        record_bytes: of all shards of one record.
     """
     return [
-        f"tier {name!r}: most_saving_bytes {limit:,} is less than the records of one page, {page_bytes:,} B"
+        f"tier {name!r}: most_saving_bytes {limit:,} is less than one record, {record_bytes:,} B"
         for name, policy in policies.items()
         if isinstance(policy, TierPolicy)
         and isinstance(limit := policy.most_saving_bytes, int)
-        and 0 < limit < page_bytes
+        and 0 < limit < record_bytes
     ]

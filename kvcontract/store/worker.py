@@ -1,9 +1,10 @@
 """The worker: runs a rank's copy operations between its device memory and the tiers.
 
-A rank decides; a worker is told (record keys, block ids) and answers with one code a page.  Saving gathers a
-page's fields into wire order, sums its segments, puts a frame before them and hands address and length to a
-tier.  Loading is the same backwards, and nothing is reported OK before its frame and every segment have been
-checked as they landed (E7).  Pages whose code is not OK hold undefined bytes.
+A rank decides; a worker is told (names, block ids) and answers with one code a record, which is one page or
+several.  Saving gathers its fields into wire order, sums its segments, puts a frame before them and hands
+address and length to a tier.  Loading is the same backwards, and nothing is reported OK before its frame and
+every segment have been checked as they landed (E7).  Pages of a record whose code is not OK hold undefined
+bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from kvcontract.contract.wire import Part, fingerprint, parts, wire_record
 from kvcontract.core.lane import Lane, ThreadLane
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.memory.binding import Binding
-from kvcontract.memory.copy import Blocks, holds
+from kvcontract.memory.copy import Blocks
+from kvcontract.memory.match import holds
 from kvcontract.memory.repack import compile_program
 from kvcontract.memory.staging import StagingBudget
 from kvcontract.store.chain import Chain, Job, Landing, PageKeys, Shard
@@ -149,8 +151,8 @@ class Worker:
         Args:
             tier: where to.
             part: of `parts`.
-            page_keys: uint64[n, 2].
-            blocks: int[n], where the pages lie in the part's space.
+            page_keys: uint64[n, 2], names of the records.
+            blocks: int[n], where they lie in the part's space; [n, pages] if a record has several.
             cls: why.
             deadline: no batch is begun after it.
             after: waits until the pages have been written (C2); called once, in the lane.
@@ -158,8 +160,8 @@ class Worker:
             key: that the payloads are encrypted with.
 
         Returns:
-            u8[n] of `Code`, a page's being OK only if all its shards are, else the worst of them (E3).
-            A page of which another worker writes every shard is OK.
+            u8[n] of `Code`, a record's being OK only if all its shards are, else the worst of them (E3).
+            A record of which another worker writes every shard is OK.
         """
         if len(blocks) != len(page_keys):
             return self._refused("save", len(page_keys), f"{len(blocks)} blocks for {len(page_keys)} pages")
@@ -203,16 +205,17 @@ class Worker:
             lease: of that tier, on keys from `record_keys`.
             rows: int[n * shards], the lease's rows in the order of `record_keys`.
             part: of `parts`.
-            page_keys: uint64[n, 2].
-            blocks: int[n], where the pages are to lie, none twice.
+            page_keys: uint64[n, 2], names of the records.
+            blocks: int[n], where to put them, none twice; [n, pages] if a record has several, 0: left out.
             deadline: no batch is begun after it.
             only: numbers of the shards to read, in the order of `reads(part)`; None: all of them.
             clear: whether records in the clear are taken, from a tier whose records are encrypted; None: its
                 records are not.
 
         Returns:
-            u8[n] of `Code`; bytes of a page that is not OK are undefined.
+            u8[n] of `Code`; bytes of the pages of one that is not OK are undefined.
         """
+        # long: the arguments, one a line, and what they mean
         every, count = self._shards[part.name], len(page_keys)
         shards = [shard for shard in every if only is None or shard.record.shard in only]
         ids = np.asarray(blocks, np.int64)
@@ -331,10 +334,11 @@ class Worker:
 
 def _mismatch(ids: Blocks, rows: int, pages: int, shards: int) -> str:
     """What does not fit in the arguments of a load; empty if all does."""
-    distinct = len(np.unique(ids))
-    if len(ids) == distinct == pages and rows == pages * shards:
+    used = ids[ids != 0] if ids.ndim > 1 else ids
+    distinct = len(np.unique(used))
+    if len(ids) == pages and distinct == used.size and rows == pages * shards:
         return ""
-    found = f"{len(ids)} blocks, {distinct} distinct, and {rows} rows for {pages} pages"
+    found = f"{used.size} blocks, {distinct} distinct, and {rows} rows for {pages} pages"
     return f"{found} of {shards} records each"
 
 

@@ -1,6 +1,6 @@
 """The workers of one rank as one: the rank decides, each worker runs its share, the rank ANDs (E3).
 
-A page is there only if every shard of it is, and it has arrived, or left, only when every worker says so.
+A record is there only if every shard of it is; it has arrived, or left, only when every worker says so.
 Nothing here is decided twice: the rank asks a tier once for all shards, and hands each worker its rows.
 """
 
@@ -35,7 +35,7 @@ class Verdict:
     """What an operation of a rank came to.
 
     Attributes:
-        codes: u8[n], per page the worst of all workers.
+        codes: u8[n], per record the worst of all workers.
         by_worker: u8[workers, n].
     """
 
@@ -50,7 +50,7 @@ class Source:
     Attributes:
         tier: which.
         lease: of that tier.
-        rows: int64[n, columns], row of the lease for each record; -1 where another tier gives the record.
+        rows: int64[n, columns], row of the lease for each shard; -1 where another tier gives it.
     """
 
     tier: Tier
@@ -71,8 +71,10 @@ class Workers:
         cipher: of what leaves the process; None: nothing is encrypted.
 
     Attributes:
-        columns: records of one page.
-        record_bytes: of each of them, frame included.
+        columns: shards of one record.
+        shard_bytes: of each of them, frame included.
+        record_pages: pages that it spans.
+        saved_record_bytes, loaded_record_bytes: of all shards, as often as they are written, or read.
 
     Raises:
         UsageFault: declaration and memory do not fit, or a shard would be written by nobody.
@@ -93,6 +95,7 @@ class Workers:
         self.part = part
         self._cipher = cipher
         self.columns = part.shards(max_tp)
+        self.record_pages = model.record_pages
         with ExitStack() as undo:
             self._workers: list[Worker] = []
             for number, memory in enumerate(rank.memory):
@@ -109,11 +112,9 @@ class Workers:
                     f" {self.columns} (max_tp {max_tp}); each must be written by exactly one"
                 )
             undo.pop_all()
-        self.record_bytes = tuple(self._record_bytes(shard) for shard in range(self.columns))
-        self.saved_page_bytes = sum(self.record_bytes)
-        self.loaded_page_bytes = sum(
-            self.record_bytes[shard] for reads in self._reads for shard in reads.tolist()
-        )
+        sizes = self.shard_bytes = tuple(self._record_bytes(shard) for shard in range(self.columns))
+        self.saved_record_bytes = sum(sizes)
+        self.loaded_record_bytes = sum(sizes[shard] for reads in self._reads for shard in reads.tolist())
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -122,13 +123,13 @@ class Workers:
         return self._workers[number]
 
     def record_keys(self, page_keys: PageKeys) -> RecordKeys:
-        """Keys of every record of some pages.
+        """Keys of every shard of some records.
 
         Args:
-            page_keys: uint64[n, 2].
+            page_keys: uint64[n, 2], names of the records.
 
         Returns:
-            [n * columns], page by page, and within a page shard by shard.
+            [n * columns], record by record, and within one shard by shard.
         """
         columns = [record_keys(page_keys, self.part.id, shard, self.columns) for shard in range(self.columns)]
         joined: RecordKeys = np.stack(columns, axis=1).reshape(-1)
@@ -150,7 +151,7 @@ class Workers:
         handoff: str | None = None,
         key: KeyId | None = NO_KEY,
     ) -> Pending[Verdict]:
-        """Every worker saves its share; arguments are those of `Worker.save`.
+        """Every worker saves its share; arguments are those of `Worker.save`, blocks int[n, record_pages].
 
         `after` is waited for by each worker that writes, on its own lane.  Where the tier's records are to be
         encrypted and no key is known (`key` is None), nothing is saved.
@@ -159,6 +160,7 @@ class Workers:
         if used is None:
             refused = np.full((len(self._workers), len(page_keys)), Code.REFUSED, np.uint8)
             return Pending.of(Verdict(refused[0], refused))
+        blocks = self._shaped(blocks)
         ops = [
             worker.save(tier, self.part, page_keys, blocks, cls, deadline, after, handoff=handoff, key=used)
             for worker in self._writers
@@ -182,12 +184,12 @@ class Workers:
 
         Args:
             sources: together they give every record.
-            page_keys: uint64[n, 2].
-            blocks: int[n], where the pages are to lie, none twice.
+            page_keys: uint64[n, 2], names of the records.
+            blocks: int[n, record_pages], where the pages are to lie, none twice; see `Worker.load`.
             deadline: no batch is begun after it.
             key: that the pages' scope writes with; where it has one, records in the clear are not taken.
         """
-        ops: list[Op] = []
+        blocks, ops = self._shaped(blocks), list[Op]()
         who: list[tuple[int, NDArray[np.int64]]] = []
         every = np.arange(len(page_keys))
         for source in sources:
@@ -249,6 +251,9 @@ class Workers:
     def _verdict(self, count: int, numbers: list[int], codes: tuple[Codes, ...]) -> Verdict:
         every = np.arange(count)
         return self._merged(count, [(number, every) for number in numbers], codes)
+
+    def _shaped(self, blocks: Blocks) -> Blocks:
+        return blocks if self.record_pages > 1 else blocks.reshape(-1)
 
     def _record_bytes(self, shard: int) -> int:
         return self._workers[self.readers(shard)[0]].record_bytes(self.part, shard)

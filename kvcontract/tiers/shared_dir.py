@@ -35,7 +35,7 @@ from kvcontract.tiers.base import RECORD_KEY_BYTES, Code
 from kvcontract.tiers.shared_io import read_all, views, write_all
 
 KIND: Final = "kvcontract shared tier"
-FORMAT: Final = 1
+FORMAT: Final = 2
 META_FILE: Final = "store.json"
 GOING, GONE, BAD, TEMP = ".going", ".gone", ".bad", ".tmp-"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -63,14 +64,15 @@ MODELS = {
 }
 
 
-def walked(fill: Fill, arenas: tuple[ArenaLayout, ...], size: int, block: int, cut: object) -> Map:
+def walked(fill: Fill, arenas: tuple[ArenaLayout, ...], size: int, blocks: Sequence[int], cut: object) -> Map:
     """Every element of every field, put where offset and strides say; `cut` gives the part of an axis."""
     serial = np.full(size, PADDING)
     byte, width = np.zeros(size, np.uint8), np.ones(size, np.uint8)
     for laid in arenas:
         for item in laid.fields:
             name = (laid.name, item.name)
-            numbers, device = fill.serials(name)[block], device_axes(fill.model, name)
+            device = device_axes(fill.model, name)
+            numbers = np.concatenate([fill.serials(name)[block] for block in blocks], device.index("token"))
             numbers = np.transpose(numbers, [device.index(axis) for axis in item.axes])
             first = [cut(name, axis) for axis in item.axes]  # type: ignore[operator]
             for at in product(*(range(extent) for extent in item.shape)):
@@ -113,15 +115,17 @@ def test_device_map_agrees_with_the_strides(name: str, tp: int) -> None:
             return worker * 4 // tp if shard[name] == axis else 0
 
         for block in range(BLOCKS):
-            wanted = walked(fill, space.arenas, space.stride_bytes, block, cut)
+            wanted = walked(fill, space.arenas, space.stride_bytes, [block], cut)
             same(device_map(fill, block, worker, tp), wanted)
 
 
+@pytest.mark.parametrize("blocks", [[1], [2, 0, 1]])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_wire_map_agrees_with_the_strides(name: str, shards: int) -> None:
-    """KVC-REPACK-03: the dense payload of every shard."""
+def test_wire_map_agrees_with_the_strides(name: str, shards: int, blocks: list[int]) -> None:
+    """KVC-REPACK-03: the dense payload of every shard, of records of one page and of several."""
     model = MODELS[name]
+    model = model.model_copy(update={"key_tokens": len(blocks) * model.page_tokens})
     fill = Fill(model, BLOCKS)
     for shard in range(shards):
         record = wire_record(model, parts(model)[0], shard, shards)
@@ -131,9 +135,9 @@ def test_wire_map_agrees_with_the_strides(name: str, shards: int) -> None:
             return span[1] if span is not None and span[0] == axis else 0
 
         if record.arenas:
-            wanted = walked(fill, record.arenas, record.payload_bytes, 1, cut)
+            wanted = walked(fill, record.arenas, record.payload_bytes, blocks, cut)
             assert wanted.content.all()
-            same(wire_map(fill, 1, shard, shards), wanted)
+            same(wire_map(fill, blocks, shard, shards), wanted)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -64,7 +64,6 @@ BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
         lambda: model(groups=(Group(name="kv", weights=WeightIdentity(kind="unresolved")),)),
     ),
     ("KVC-DECL-12", "groups[0].kind", lambda: model(groups=(Group(name="kv", kind="static"),))),
-    ("KVC-DECL-12", "key_tokens", lambda: model(key_tokens=64)),
     ("KVC-DECL-12", "arenas[0].tokens_per_row", lambda: model(arenas=(arena(0, tokens_per_row=4),))),
     (
         "KVC-DECL-13",
@@ -121,6 +120,21 @@ BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
                 arena(0, arrangement="rows", fields=(plane("k").model_copy(update={"axes": {"token": 1}}),)),
             )
         ),
+    ),
+    *(
+        (
+            "KVC-DECL-06",
+            "arenas[0].fields[0].axes",
+            lambda field=field: model(arenas=(arena(0, fields=(field,)), arena(1))),
+        )
+        for field in (
+            Field(name="kv", dtype="bfloat16", axes={"k|v": 3, "dim": 8}),
+            Field(name="kv", dtype="bfloat16", axes={"k|k": 2, "dim": 8}),
+            Field(name="kv", dtype="bfloat16", axes={"k|": 2, "dim": 8}),
+            Field(name="kv", dtype="bfloat16", axes={"k|v": 2, "q|w": 2}),
+            Field(name="kv", dtype="bfloat16", axes={"k|v": 2, "dim": 8}, shard_axis="k|v"),
+            Field(name="kv", dtype="int4", axes={"dim": 8, "k|v": 2}),
+        )
     ),
     ("KVC-REPACK-01", "repack.arenas", lambda: model(repack=Repack(arenas=(arena(0),)))),
     (
@@ -223,3 +237,16 @@ def test_i4_an_unknown_clause_suggests_the_nearest() -> None:
     with pytest.raises(UsageFault, match="KVC-LAYOUT-05"):
         clause("KVC-LAYUOT-05")
     assert clause("kvc-layout-05").id == "KVC-LAYOUT-05"
+
+
+def test_i3_a_granularity_that_does_not_fit_is_refused_with_all_faults() -> None:
+    """I3: records of half pages, and pages of half rows, are named at once, each with what is allowed."""
+    arenas = tuple(arena.model_copy(update={"tokens_per_row": 3}) for arena in model().arenas)
+    found = [
+        item for item in check_model(model(key_tokens=24, arenas=arenas)) if item.clause == "KVC-DECL-08"
+    ]
+    assert [item.path for item in found] == [
+        "key_tokens",
+        *(f"arenas[{i}].tokens_per_row" for i in range(len(arenas))),
+    ]
+    assert found[0].allowed == "a multiple of 16"

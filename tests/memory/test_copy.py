@@ -17,7 +17,8 @@ from kvcontract.contract.layout import layout
 from kvcontract.contract.model import Arena, Conversion, Field, Group, KvModel, Repack, WeightIdentity
 from kvcontract.contract.wire import parts, wire_record
 from kvcontract.memory.binding import Binding
-from kvcontract.memory.copy import CopyProgram, Program, holds
+from kvcontract.memory.copy import CopyProgram, Program
+from kvcontract.memory.match import holds
 from kvcontract.memory.repack import compile_program, resolve
 
 PAGE, BLOCKS, POISON = 3, 5, 0xA5
@@ -87,10 +88,10 @@ def code(arena: str, field: Field, block: int, index: dict[str, int]) -> bytes:
 
 
 def elements(
-    arena: Arena, fields: list[Field], member: int, members: int
+    arena: Arena, fields: list[Field], member: int, members: int, pages: int = 1
 ) -> Iterator[tuple[Field, dict[str, int]]]:
-    """Every element of one block in memory order, as (field, global index by axis)."""
-    rows = PAGE // arena.tokens_per_row
+    """Every element of one block, or record, in memory order, as (field, global index by axis)."""
+    rows = pages * PAGE // arena.tokens_per_row
 
     def ranges(field: Field, token: range) -> dict[str, range]:
         found = {}
@@ -115,19 +116,22 @@ def elements(
             yield from of(field, range(rows))
 
 
-def arena_bytes(arena: Arena, fields: list[Field], block: int, member: int, members: int) -> bytes:
-    """One block of an arena."""
-    found = elements(arena, fields, member, members)
-    return b"".join(code(arena.name, field, block, index) for field, index in found)
+def arena_bytes(arena: Arena, fields: list[Field], blocks: list[int], member: int, members: int) -> bytes:
+    """One block of an arena, or the rows of several one after another."""
+    rows, whole = PAGE // arena.tokens_per_row, b""
+    for field, index in elements(arena, fields, member, members, len(blocks)):
+        page, row = divmod(index["token"], rows)
+        whole += code(arena.name, field, blocks[page], {**index, "token": row})
+    return whole
 
 
-def payload(model: KvModel, block: int, shard: int, shards: int) -> bytes:
-    """What the record of a block must contain."""
+def payload(model: KvModel, blocks: list[int], shard: int, shards: int) -> bytes:
+    """What the record of some blocks must contain."""
     arenas = model.repack.arenas if model.repack else model.arenas
     whole = b""
     for arena in arenas:
         fields = [field for field in arena.fields if field.shard_axis or shard == 0]
-        whole += arena_bytes(arena, fields, block, shard, shards)
+        whole += arena_bytes(arena, fields, blocks, shard, shards)
     return whole
 
 
@@ -157,7 +161,7 @@ class Memory:
         for arena in self.model.arenas:
             bound = self.binding.arenas[arena.name]
             for block in blocks:
-                data = arena_bytes(arena, list(arena.fields), block, self.worker, self.tp)
+                data = arena_bytes(arena, list(arena.fields), [block], self.worker, self.tp)
                 at = bound.offset_bytes + block * bound.stride_bytes
                 bound.storage[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
@@ -191,7 +195,7 @@ def test_e1_payloads_equal_the_oracle_both_ways(model: KvModel, form: str, tp: i
                 continue
             program = CopyProgram.compile(full.binding, record, worker, tp)
             assert program.complete == holds(record, worker, tp, whole=True)
-            expected = [payload(model, int(block), shard, shards) for block in blocks]
+            expected = [payload(model, [int(block)], shard, shards) for block in blocks]
             assert {len(data) for data in expected} == {record.payload_bytes}
             staged = torch.frombuffer(bytearray(b"".join(expected)), dtype=torch.uint8).reshape(3, -1)
             if program.complete:
@@ -204,6 +208,67 @@ def test_e1_payloads_equal_the_oracle_both_ways(model: KvModel, form: str, tp: i
         for now, was, restored in zip(full.image(), before, fresh.image(), strict=True):
             assert np.array_equal(now, was)
             assert np.array_equal(restored, was)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model", [PLAIN, PERMUTED], ids=["same", "permuted"])
+@pytest.mark.parametrize(("tp", "max_tp"), [(1, 1), (1, 4), (2, 2), (8, 4)])
+@pytest.mark.parametrize("blocks", [[[4, 1]], [[3, 1, 2]], [[4, 2], [1, 3]]])
+def test_e1_a_record_of_several_pages_has_their_rows_in_order(
+    blocks: list[list[int]], model: KvModel, form: str, tp: int, max_tp: int
+) -> None:
+    """E1: wherever the token axis lies, page j's rows are rows j, j + 1, ... of the record, both ways."""
+    pages = len(blocks[0])
+    model = model.model_copy(update={"key_tokens": pages * PAGE})
+    (part,) = parts(model)
+    shards = part.shards(max_tp)
+    for worker in range(tp):
+        full, fresh, some = (Memory(model, form, worker, tp) for _ in range(3))
+        full.fill([1, 2, 3, 4])
+        some.fill([record[-1] for record in blocks])
+        for shard in range(shards):
+            record = wire_record(model, part, shard, shards)
+            if not holds(record, worker, tp):
+                continue
+            program, back, partly = (
+                compile_program(model, of.binding, record, worker, tp) for of in (full, fresh, some)
+            )
+            assert not program.direct
+            expected = [payload(model, ids, shard, shards) for ids in blocks]
+            staged = torch.frombuffer(bytearray(b"".join(expected)), dtype=torch.uint8)
+            staged = staged.reshape(len(blocks), record.payload_bytes)
+            if program.complete:
+                out = torch.full_like(staged, 0x11)
+                program.gather(np.array(blocks), out)
+                assert torch.equal(out, staged)
+            back.scatter(np.array(blocks), staged)
+            partly.scatter(np.array([[*ids[:-1], 0] for ids in blocks]), staged)
+        wanted = Memory(model, form, worker, tp)
+        wanted.fill([block for ids in blocks for block in ids])
+        for image in (fresh.image(), some.image()):
+            assert all(np.array_equal(*pair) for pair in zip(image, wanted.image(), strict=True))
+
+
+def test_b21_what_is_left_out_of_a_record_is_never_written() -> None:
+    """B21: 0 leaves a page of several out when pages are written; it is refused when they are read."""
+    model = model_of(dense_arena("a"), key_tokens=2 * PAGE)
+    binding = Binding.allocate(layout(model).space("full"), 4)
+    program = program_of(model, binding)
+    staged = torch.full((2, program.payload_bytes), 7, dtype=torch.uint8)
+    with pytest.raises(UsageFault, match=r"expected \[n, 2\] from 1 to 3"):
+        program.gather(np.array([[1, 2], [3, 0]]), staged)
+    for blocks in ([1, 2], [[1, 2, 3]], [[1, 4], [2, 3]]):
+        with pytest.raises(UsageFault, match=r"expected \[n, 2\]|expected contiguous"):
+            program.scatter(np.array(blocks), staged)
+    with pytest.raises(UsageFault, match="written twice"):
+        program.scatter(np.array([[1, 2], [2, 3]]), staged)
+    program.scatter(np.array([[0, 1], [2, 0]]), staged)
+    assert [bool(view.any()) for view in binding.views["a", "kv"].view(torch.int16)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def dense_arena(name: str, heads: int = 4, dim: int = 256) -> Arena:
@@ -314,15 +379,13 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     assert "dtype bfloat16 on the device, float16 on the wire" in refusal(renamed(KV[0], dtype="float16"))
     assert "no such field" in refusal(renamed(KV[0], name="other"))
     text = refusal(model_of(*ARENAS, key_tokens=2 * PAGE))
-    assert "l0.kv.k: 3 rows a page on the device, 6 a record on the wire" in text
-    assert text.count("key_tokens") == 10
+    assert "l0.kv.k: 3 rows a page on the device, 6 a record of 1 page(s) on the wire" in text
+    assert text.count("rows a page") == 10
     assert "worker 0 of tp 2 should hold 0 to 2 of 4" in refusal(PLAIN, tp=2)
     quarter = Binding.allocate(layout(PLAIN, 1, 4).space("full"), 3)
     (part,) = parts(PLAIN)
     with pytest.raises(UsageFault, match="raise max_tp to at least 4"):
         CopyProgram.compile(quarter, wire_record(PLAIN, part, 0, 2), 1, 4)
-    with pytest.raises(UsageFault, match="key_tokens apart"):
-        program_of(model_of(dense_arena("a"), key_tokens=2 * PAGE), binding)
 
 
 def test_partial_records_are_read_not_written() -> None:
@@ -357,7 +420,7 @@ def lazy(src: dict[str, torch.Tensor], dst: dict[str, torch.Tensor]) -> None:
     del src, dst
 
 
-def converted(to_wire: str, from_wire: str) -> KvModel:
+def converted(to_wire: str, from_wire: str, key_tokens: int | None = None) -> KvModel:
     """A model that is stored in one byte an element, with a scale before it."""
     arena = Arena.planes(
         name="a", group="kv", fields=(Field(name="x", dtype="bfloat16", axes={"head": 2, "dim": 4}),)
@@ -368,7 +431,8 @@ def converted(to_wire: str, from_wire: str) -> KvModel:
     )
     wire = Arena.rows(name="a", group="kv", fields=fields)
     names = Conversion(to_wire=f"{__name__}:{to_wire}", from_wire=f"{__name__}:{from_wire}")
-    return model_of(arena, repack=Repack(arenas=(wire,), conversion=names, lossless=False, bound=0.07))
+    repack = Repack(arenas=(wire,), conversion=names, lossless=False, bound=0.07)
+    return model_of(arena, repack=repack, key_tokens=key_tokens)
 
 
 def test_e6_callables_convert_both_ways() -> None:
@@ -389,6 +453,26 @@ def test_e6_callables_convert_both_ways() -> None:
     assert torch.equal(view[3], view[1])
     with pytest.raises(UsageFault, match="converted"):
         program.buffers(np.array([1]))
+
+
+def test_e6_callables_see_a_whole_record() -> None:
+    """E6: a callable gets the rows of all pages of a record, and what is resident already is left alone."""
+    model = converted("halve", "widen", 2 * PAGE)
+    binding = Binding.allocate(layout(model).space("full"), 6)
+    view = binding.views["a", "x"]
+    view[1:3] = (torch.arange(48).remainder(13).reshape(2, PAGE, 2, 4) - 6) / 4
+    view[5] = 99
+    before = view.clone()
+    program = program_of(model, binding)
+    assert program.payload_bytes == 2 * PAGE * 12
+    out = torch.full((1, program.payload_bytes), 0x11, dtype=torch.uint8)
+    program.gather(np.array([[2, 1]]), out)
+    rows = out[0].reshape(2 * PAGE, 12)[:, 4:].reshape(2 * PAGE, 2, 4).view(torch.float8_e4m3fn).bfloat16()
+    assert torch.equal(rows, torch.cat([view[2], view[1]]))
+    program.scatter(np.array([[3, 4]]), out)
+    program.scatter(np.array([[0, 5]]), out)
+    assert torch.equal(view[3:], torch.stack([view[2], view[1], view[1]]))
+    assert torch.equal(view[:3], before[:3])
 
 
 def test_unwritten_wire_bytes_are_zero() -> None:

@@ -13,15 +13,16 @@ from kvcontract.contract.layout import layout
 from kvcontract.contract.model import Arena, Field, Group, KvModel, Repack, WeightIdentity
 from kvcontract.contract.wire import parts, wire_record
 from kvcontract.memory.binding import Binding
-from kvcontract.memory.copy import CopyProgram, holds
+from kvcontract.memory.copy import CopyProgram
 from kvcontract.memory.grains import Grains, Runs
 from kvcontract.memory.host import copy_runs, joined
+from kvcontract.memory.match import holds
 
 PAGE, BLOCKS = 3, 5
 CPU = torch.device("cpu")
 
 
-def model_of(*, turned: bool) -> KvModel:
+def model_of(*, turned: bool, pages: int = 1) -> KvModel:
     """K and V by head, and a latent of odd length; `turned` stores them in another order."""
 
     def arenas(names: tuple[str, ...]) -> tuple[Arena, ...]:
@@ -39,6 +40,7 @@ def model_of(*, turned: bool) -> KvModel:
         weights=WeightIdentity(kind="unresolved"),
         numerics="test",
         page_tokens=PAGE,
+        key_tokens=pages * PAGE,
         groups=(Group(name="g"),),
         arenas=arenas(("head", "dim")),
         repack=Repack(arenas=arenas(("dim", "head"))) if turned else None,
@@ -55,20 +57,23 @@ def bound(model: KvModel, worker: int, tp: int, seed: int) -> tuple[Binding, lis
     return Binding.of(layout(model, worker, tp).space("full"), tensors), list(tensors.values())
 
 
-def follow(grains: Grains, block: int, payload: NDArray[np.uint8], *, to_wire: bool) -> None:
+def follow(grains: Grains, blocks: list[int], payload: NDArray[np.uint8], *, to_wire: bool) -> None:
     """What the kernel does, one grain at a time."""
     size = grains.grain_bytes
-    for number, (address, stride) in enumerate(grains.table().tolist()):
-        if address:
-            at = [payload.ctypes.data + number * size, address + block * stride]
+    for number, (address, stride, page) in enumerate(grains.table().tolist()):
+        if address and (blocks[page] or len(blocks) == 1):
+            at = [payload.ctypes.data + number * size, address + blocks[page] * stride]
             ctypes.memmove(*(at if to_wire else at[::-1]), size)
 
 
 @pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("pages", [1, 2, 3])
 @pytest.mark.parametrize(("tp", "max_tp"), [(1, 1), (1, 2), (2, 4), (4, 2), (8, 4)])
-def test_the_table_says_what_the_program_does(tp: int, max_tp: int, *, turned: bool) -> None:
+def test_the_table_says_what_the_program_does(tp: int, max_tp: int, pages: int, *, turned: bool) -> None:
     """Following the table moves the bytes that the copy program moves, also of slices and shards in part."""
-    model = model_of(turned=turned)
+    model = model_of(turned=turned, pages=pages)
+    out, back = [3, 1, 4][:pages], [2, 0, 4][:pages]
+    shape = (1, pages) if pages > 1 else (1,)
     (part,) = parts(model)
     shards = part.shards(max_tp)
     for worker in range(tp):
@@ -78,19 +83,21 @@ def test_the_table_says_what_the_program_does(tp: int, max_tp: int, *, turned: b
                 continue
             mine, memory = bound(model, worker, tp, 1)
             other, oracle = bound(model, worker, tp, 1)
-            program, theirs = (CopyProgram.compile(one, record, worker, tp) for one in (mine, other))
-            grains = Grains.of(program.runs(), record.payload_bytes, CPU)
+            program, theirs = (
+                CopyProgram.compile(one, record, worker, tp, pages=pages) for one in (mine, other)
+            )
+            grains = Grains.of(program.runs(), record.payload_bytes, CPU, pages)
             assert grains is not None
             assert grains.grain_bytes % grains.word_bytes == 0
             staged = torch.zeros(1, record.payload_bytes, dtype=torch.uint8)
             if program.complete:
-                follow(grains, 3, staged[0].numpy(), to_wire=True)
+                follow(grains, out, staged[0].numpy(), to_wire=True)
                 expected = torch.zeros_like(staged)
-                theirs.gather(np.array([3]), expected)
+                theirs.gather(np.array(out).reshape(shape), expected)
                 assert torch.equal(staged, expected)
             staged.random_(0, 256)
-            follow(grains, 2, staged[0].numpy(), to_wire=False)
-            theirs.scatter(np.array([2]), staged)
+            follow(grains, back, staged[0].numpy(), to_wire=False)
+            theirs.scatter(np.array(back).reshape(shape), staged)
             assert all(torch.equal(*pair) for pair in zip(memory, oracle, strict=True))
 
 

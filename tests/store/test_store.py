@@ -78,7 +78,7 @@ def test_kvc_offload_05_tiers_are_served_at_any_degree() -> None:
 
 def test_h10_what_a_tier_can_do_is_checked_when_a_store_is_built() -> None:
     """H10, D3: a tier that takes no record, or cannot keep scopes apart, is refused with the figures."""
-    with pytest.raises(UsageFault, match=r"at most 64 B; one page of part 'full' needs 176 B"):
+    with pytest.raises(UsageFault, match=r"at most 64 B; one record of part 'full' needs 176 B"):
         KvStore(model_of(), [rank_of()], [DramTier(64, lane=InlineLane())])
     with pytest.raises(UsageFault, match="cannot keep scopes apart"):
         KvStore(model_of(), [rank_of()], [HeldTier(time.monotonic, scopes=False)])

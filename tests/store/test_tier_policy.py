@@ -48,7 +48,7 @@ def test_h10_all_faults_of_policies_and_tiers_are_told_at_once() -> None:
         "write 'later': expected through or back",
         "load_deadline_s 0: expected seconds above 0",
         "save_deadline_s -1.0: expected seconds above 0",
-        "most_saving_bytes 8 is less than the records of one page",
+        "most_saving_bytes 8 is less than one record",
         "KVC-OFFLOAD-05",
     ):
         assert part in text, part

@@ -755,7 +755,7 @@ def test_h6_another_format_is_refused_whole(tmp_path: Path) -> None:
     (home / "store.json").write_text(json.dumps(label))
     (home / "index.db").write_bytes(b"of another version")
     before = {path.name: path.read_bytes() for path in home.iterdir()}
-    with pytest.raises(UsageFault, match="format 99; this version reads and writes 1"):
+    with pytest.raises(UsageFault, match="format 99; this version reads and writes 2"):
         tier_of(home, 4)
     for expected in (None, True):
         tier = tier_of(home, 4, fresh=True)
@@ -786,8 +786,8 @@ def test_h6_a_store_made_for_something_else_is_refused(tmp_path: Path) -> None:
     [
         ("", "not the label"),
         ("[1]", "not the label"),
-        ('{"kind": "x", "format": 1}', "label of a 'x'"),
-        ('{"kind": "kvcontract disk store", "format": 1}', "not the label"),
+        ('{"kind": "x", "format": 2}', "label of a 'x'"),
+        ('{"kind": "kvcontract disk store", "format": 2}', "not the label"),
     ],
 )
 def test_h6_what_is_no_store_is_not_touched(tmp_path: Path, text: str, why: str) -> None:

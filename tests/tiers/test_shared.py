@@ -697,9 +697,9 @@ def test_h6_another_agreement_is_refused_with_both_sides(home: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (json.dumps({"kind": "kvcontract shared tier", "format": 2, "id": "x", "meta": {}}), "format 2"),
-        (json.dumps({"kind": "disk", "format": 1}), "'disk'"),
-        (json.dumps({"kind": "kvcontract shared tier", "format": 1, "id": "x"}), "other fields"),
+        (json.dumps({"kind": "kvcontract shared tier", "format": 1, "id": "x", "meta": {}}), "format 1"),
+        (json.dumps({"kind": "disk", "format": 2}), "'disk'"),
+        (json.dumps({"kind": "kvcontract shared tier", "format": 2, "id": "x"}), "other fields"),
         ("{", "describes no store"),
         ("[]", "describes no store"),
     ],

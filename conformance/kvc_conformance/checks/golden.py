@@ -199,7 +199,9 @@ def _device_hit(bench: Bench, case: str) -> str:
 def _restored(bench: Bench, case: str) -> str:
     """KVC-OFFLOAD-02."""
     dtype, page, _ = _parts(case)
-    jobs = _reused(page)
+    step = max(1, bench.small.record_tokens // page)
+    hits = -(-HIT_PAGES // step) * step  # what comes from a tier comes in whole records
+    jobs = _reused(page, hits)
     pages = 2 + sum(job.pages(page) for job in jobs)
     settings = {"prefix_cache": True, "tier_bytes": TIER_BYTES, **_aligned(page)}
     with engine_rig(bench, f"restored {case}", dtype, page, pages=pages, **settings) as rig:
@@ -213,7 +215,7 @@ def _restored(bench: Bench, case: str) -> str:
         hint = ""
         if bench.kept.get(f"right after a device hit {dtype} {page}"):
             hint = "\na hit on pages that stayed on the device is right: what was lost lies beside the arenas"
-        return _equal(rig, page, pairs, "dram", cold, warm, hint)
+        return _equal(rig, page, pairs, "dram", cold, warm, hint, hits=hits)
 
 
 def _aligned(page: int) -> dict[str, int]:
@@ -221,13 +223,13 @@ def _aligned(page: int) -> dict[str, int]:
     return {"max_chunk_tokens": page, "max_batch_tokens": 3 * page + 4}
 
 
-def _reused(page: int) -> list[Job]:
-    """Two that will hit and a short one that cannot, which comes when the others have run their pages."""
+def _reused(page: int, hits: int = HIT_PAGES) -> list[Job]:
+    """Two that will hit so many pages, and a short one, which comes when the others have run theirs."""
     rest = min(page, 5)
     return [
-        Job(HIT_PAGES * page + rest, 4, 0, 21),
-        Job(HIT_PAGES * page + max(1, rest - 2), 4, 0, 22),
-        Job(max(1, page - 3), 4, HIT_PAGES, 23),
+        Job(hits * page + rest, 4, 0, 21),
+        Job(hits * page + max(1, rest - 2), 4, 0, 22),
+        Job(max(1, page - 3), 4, hits, 23),
     ]
 
 
@@ -262,17 +264,19 @@ def _equal(
     cold: Batches,
     warm: Batches,
     hint: str = "",
+    *,
+    hits: int = HIT_PAGES,
 ) -> str:
     """Judge pairs of a cold and a warm run whose steps were composed alike."""
     for before, after in pairs:
-        hit = HIT_PAGES * page if len(before.prompt) > page else 0
+        hit = hits * page if len(before.prompt) > page else 0
         _runtime(wrong_hit(after, source, hit) if hit else None)
-    if [_shape(batch) for batch in cold.batches[HIT_PAGES:]] != [_shape(batch) for batch in warm.batches]:
+    if [_shape(batch) for batch in cold.batches[hits:]] != [_shape(batch) for batch in warm.batches]:
         raise Failed("the cold and the warm run were not batched alike", fault="suite")
     _raise_worst(rig, [wrong_bits(after, before, page) for before, after in pairs], hint)
     rows = sum(len(after.positions) for _, after in pairs)
-    hits = sum(after.hit_tokens for _, after in pairs)
-    return f"{rows} positions equal bit for bit after {hits} tokens from {source}"
+    reused = sum(after.hit_tokens for _, after in pairs)
+    return f"{rows} positions equal bit for bit after {reused} tokens from {source}"
 
 
 def _shape(batch: Batch) -> tuple[list[int], list[int]]:
@@ -358,8 +362,13 @@ def _cases(*kinds: str, dtypes: tuple[str, ...]) -> Callable[[Bench], tuple[str,
 
 
 def _page_sizes(model: KvModel) -> tuple[int, ...]:
-    """The sizes that are allowed, or the declared one; of many the least, the greatest and the declared."""
+    """The sizes that are allowed, or the declared one; of many the least, the greatest and the declared.
+
+    Where records have a size of their own, those that fit into it.
+    """
     sizes = sorted({*model.page_tokens_allowed, model.page_tokens})
+    if model.key_tokens is not None:
+        sizes = [size for size in sizes if model.key_tokens % size == 0]
     if len(sizes) > MANY_SIZES:
         sizes = sorted({sizes[0], model.page_tokens, sizes[-1]})
     return tuple(sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,16 +19,22 @@ PAGE_SIZES: Final = (1, 3, 5)
 
 POISON: Final = 0xA5
 BLOCKS: Final = 7
-SOURCES: Final = (2, 5, 3)
-TARGETS: Final = (4, 1, 6)
+SOURCES: Final = (2, 5, 3, 6)
+TARGETS: Final = (4, 1, 6, 2)
+RECORD_PAGES: Final = ((3, 2), (1, 3))
+"""Sizes of pages, in rows, and pages of a record, beside records of one page."""
+
 MAX_TP: Final = (1, 8)
 CONVERSIONS: Final = 16
 """Calls of a conversion on the same page: one that keeps state may be right most of the time."""
 
 
+def _rows(model: KvModel) -> int:
+    return int(np.lcm.reduce([1, *(arena.tokens_per_row for arena in model.arenas)]))
+
+
 def _sizes(bench: Bench) -> tuple[int, ...]:
-    model = bench.small
-    rows = int(np.lcm.reduce([1, *(arena.tokens_per_row for arena in model.arenas)]))
+    model, rows = bench.small, _rows(bench.small)
     return tuple(dict.fromkeys([*(size * rows for size in PAGE_SIZES), model.page_tokens]))
 
 
@@ -35,8 +42,24 @@ def _page_cases(bench: Bench) -> tuple[str, ...]:
     return tuple(f"page {size}" for size in _sizes(bench))
 
 
-def _model(bench: Bench, page_tokens: int) -> KvModel:
-    return small_enough(with_page_tokens(bench.small, page_tokens))
+def _records(bench: Bench) -> tuple[tuple[int, int], ...]:
+    """(page tokens, pages of a record): odd sizes, and what is declared as far as the memory goes."""
+    model, rows = bench.small, _rows(bench.small)
+    found = [(size * rows, pages) for size, pages in RECORD_PAGES]
+    if 1 < model.record_pages <= len(SOURCES):
+        found.append((model.page_tokens, model.record_pages))
+    return tuple(dict.fromkeys(found))
+
+
+def _blocks(pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where as many whole records come from, and where they go."""
+    count = 3 if pages == 1 else len(SOURCES) // pages * pages
+    return SOURCES[:count], TARGETS[:count]
+
+
+def _model(bench: Bench, page_tokens: int, pages: int = 1) -> KvModel:
+    key_tokens = pages * page_tokens if pages > 1 else None
+    return small_enough(with_page_tokens(bench.small, page_tokens, key_tokens))
 
 
 def _arrays(fill: Fill, number: int, worker: int = 0, tp: int = 1) -> dict[str, NDArray[np.uint8]]:
@@ -77,26 +100,28 @@ def _splits(model: KvModel, tp: int) -> bool:
 
 
 def _expect(answers: list[Message], array: str, maps: list[Map], fill: Fill, rows: Any, what: str) -> None:
-    nan_is_nan = _callables(fill.model)  # callables compute with values; derived copies keep every bit
+    nan_is_nan = _by_value(fill.model)  # others keep every bit
     for row, where in zip(rows, maps, strict=True):
         wrong = compare([answer.arrays[array][row] for answer in answers], where, fill, nan_is_nan=nan_is_nan)
         if wrong is not None:
             raise Failed(f"{what}: {wrong}", where=_author_line(fill.model, wrong))
 
 
-def _roundtrip(bench: Bench, size: int, *, max_tp: int, layer_first: bool) -> tuple[Fill, list[Message]]:
+def _roundtrip(bench: Bench, form: _Form) -> tuple[Fill, list[Message]]:
     """Save and restore once for each pass of the fill, kept for every check that looks at it."""
-    key = f"roundtrip {size} {max_tp} {layer_first}"
+    key = f"roundtrip {form}"
     if key not in bench.kept:
-        fill = Fill(_model(bench, size), len(SOURCES))
+        sources, targets = _blocks(form.pages)
+        fill = Fill(_model(bench, form.size, form.pages), len(sources))
         arguments = {
-            "page_tokens": size,
-            "sources": SOURCES,
-            "targets": TARGETS,
+            "page_tokens": form.size,
+            "record_pages": form.pages,
+            "sources": sources,
+            "targets": targets,
             "blocks": BLOCKS,
-            "max_tp": max_tp,
+            "max_tp": form.max_tp,
             "poison": POISON,
-            "layer_first": layer_first,
+            "layer_first": form.layer_first,
         }
         answers = [
             bench.small_child.call("memory.roundtrip", arguments, _arrays(fill, number))
@@ -107,18 +132,40 @@ def _roundtrip(bench: Bench, size: int, *, max_tp: int, layer_first: bool) -> tu
     return kept
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How pages lie, and how they are stored: records of so many of them, for so many workers."""
+
+    size: int
+    pages: int
+    max_tp: int
+    layer_first: bool
+
+    @classmethod
+    def of(cls, case: str) -> _Form:
+        """From a case such as ``page 3 x 2, page-first, max_tp 1``."""
+        size, order, max_tp = (part.strip().split() for part in case.split(","))
+        return cls(
+            int(size[1]), int(size[-1]) if "x" in size else 1, int(max_tp[1]), order == ["layer-first"]
+        )
+
+
 def _forms(bench: Bench) -> tuple[str, ...]:
     shards = MAX_TP if not _callables(bench.small) else MAX_TP[:1]
+    sizes = [str(size) for size in _sizes(bench)]
+    sizes += [f"{size} x {pages}" for size, pages in _records(bench)]
     return tuple(
         f"page {size}, {order}, max_tp {max_tp}"
-        for size in _sizes(bench)
+        for size in sizes
         for order, max_tp in (("page-first", shards[0]), ("layer-first", shards[-1]))
     )
 
 
-def _form(case: str) -> tuple[int, int, bool]:
-    size, order, max_tp = (part.strip() for part in case.split(","))
-    return int(size.split()[1]), int(max_tp.split()[1]), order == "layer-first"
+def _by_value(model: KvModel) -> bool:
+    """Whether numbers are stored in another form: by callables, or in wider elements."""
+    stored = () if model.repack is None else model.repack.arenas
+    types = [sorted(f.dtype for arena in arenas for f in arena.fields) for arenas in (model.arenas, stored)]
+    return _callables(model) or (model.repack is not None and set(types[0]) != set(types[1]))
 
 
 def _callables(model: KvModel) -> bool:
@@ -127,41 +174,45 @@ def _callables(model: KvModel) -> bool:
 
 def _comes_back(bench: Bench, case: str) -> str:
     """KVC-REPACK-03: the record is what the declaration says, and restoring gives every byte its place."""
-    size, max_tp, layer_first = _form(case)
-    fill, answers = _roundtrip(bench, size, max_tp=max_tp, layer_first=layer_first)
+    form = _Form.of(case)
+    fill, answers = _roundtrip(bench, form)
+    sources, targets = _blocks(form.pages)
     for answer in answers:
         if any(answer.body["saved"]) or any(answer.body["loaded"]) or answer.body["faults"]:
             said = "; ".join(answer.body["faults"]) or f"codes {answer.body['saved']} {answer.body['loaded']}"
             raise Failed(f"pages could not be saved and restored: {said}")
     shards = sum(name.startswith("wire_") for name in answers[0].arrays)
-    if not _callables(fill.model):  # the bytes between two callables are the author's own business
+    if not _by_value(fill.model):  # the bytes between two callables are the author's own business
+        records = [range(at, at + form.pages) for at in range(0, len(sources), form.pages)]
         for shard in range(shards):
-            maps = [wire_map(fill, block, shard, shards) for block in range(len(SOURCES))]
-            _expect(answers, f"wire_{shard}", maps, fill, range(len(SOURCES)), f"stored, shard {shard}")
-    lies = side_by_side_map if layer_first else device_map
-    maps = [lies(fill, block) for block in range(len(SOURCES))]
-    rows = [target + int(layer_first) for target in TARGETS]
+            maps = [wire_map(fill, blocks, shard, shards) for blocks in records]
+            _expect(answers, f"wire_{shard}", maps, fill, range(len(records)), f"stored, shard {shard}")
+    lies = side_by_side_map if form.layer_first else device_map
+    maps = [lies(fill, block) for block in range(len(sources))]
+    rows = [target + int(form.layer_first) for target in targets]
     _expect(answers, "restored", maps, fill, rows, "saved, then restored")
     return f"{shards} shard(s), {fill.passes} pass(es)"
 
 
 def _touches_nothing_else(bench: Bench, case: str) -> None:
     """KVC-LAYOUT-07: other pages, guards and padding keep their poison; the saved pages are unchanged."""
-    size, max_tp, layer_first = _form(case)
-    fill, answers = _roundtrip(bench, size, max_tp=max_tp, layer_first=layer_first)
-    lies = (side_by_side_map if layer_first else device_map)(fill, 0)
+    form = _Form.of(case)
+    fill, answers = _roundtrip(bench, form)
+    sources, targets = _blocks(form.pages)
+    lies = (side_by_side_map if form.layer_first else device_map)(fill, 0)
     for answer in answers:
         if answer.body["source_changed"]:
             raise Failed("saving changed the device memory it read")
-        for what, blocks in (("after_save", SOURCES), ("restored", TARGETS)):
+        for what, blocks in (("after_save", sources), ("restored", targets)):
             image = answer.arrays[what].copy()
             for block in blocks:
-                image[block + int(layer_first)][lies.content] = POISON
+                image[block + int(form.layer_first)][lies.content] = POISON
             stray = np.argwhere(image != POISON)
             if len(stray):
                 block, byte = (int(number) for number in stray[0])
+                block -= int(form.layer_first)
                 raise Failed(
-                    f"{what}: byte {byte} of block {block - int(layer_first)} was overwritten; only pages"
+                    f"{what}: byte {byte} of block {block} was overwritten; only pages"
                     f" {list(blocks)} are concerned ({len(stray):,} stray bytes)"
                 )
 

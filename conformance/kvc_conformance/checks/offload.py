@@ -13,6 +13,8 @@ from kvcontract.contract.layout import tp_faults
 from kvcontract.contract.model import KvModel, WeightIdentity
 
 PAGE_SIZES: Final = (1, 3, 16)
+RECORD_PAGES: Final = ((3, 2), (1, 3))
+"""Sizes of pages, and pages of a record, beside records of one page."""
 MEMORIES: Final = ("page-first", "layer-first")
 RESTORED_ROW_BYTES: Final = 64 * 1024
 STORED_PAGES: Final = 5
@@ -59,25 +61,27 @@ DAMAGES: Final = (
 
 
 def _restore_cases(bench: Bench) -> tuple[str, ...]:
-    sizes = page_sizes(bench.small, PAGE_SIZES)
+    sizes = [str(size) for size in page_sizes(bench.small, PAGE_SIZES)]
+    sizes += [f"{page_sizes(bench.small, (size,))[0]} x {pages}" for size, pages in RECORD_PAGES]
     return tuple(f"page {size}, {memory}" for size in sizes for memory in MEMORIES)
 
 
 def _restore(bench: Bench, case: str) -> str:
     """KVC-OFFLOAD-01."""
     size, memory = case.removeprefix("page ").split(", ")
-    page = int(size)
-    model = model_for(bench, page, RESTORED_ROW_BYTES)
-    rig = Rig(bench, model, pages=16, tiers=[{}], layer_first=memory == "layer-first")
-    base = prompt(bench.seed, page, 600, length=3 * page + page // 2 + 1)
-    branch = [*base[:page], *prompt(bench.seed, page, 601, length=2 * page + 1)]
+    page, pages = (int(number) for number in size.split(" x ")) if "x" in size else (int(size), 1)
+    record = pages * page
+    model = model_for(bench, page, RESTORED_ROW_BYTES, record if pages > 1 else None)
+    rig = Rig(bench, model, pages=16 * pages, tiers=[{}], layer_first=memory == "layer-first")
+    base = prompt(bench.seed, page, 600, length=3 * record + page // 2 + 1)
+    branch = [*base[:page], *prompt(bench.seed, page, 601, length=2 * record + 1)]
     for tokens in (base, branch):
         rig.keep(tokens)
     rig.evict()
     other = prompt(bench.seed, page, 602, length=4 * page)  # pages come back to other places than they had
     busy = rig.compute(other)
     for tokens in (branch, base):
-        wanted = page * ((len(tokens) - 1) // page)
+        wanted = record * ((len(tokens) - 1) // record)
         hit = rig.resolve(tokens)
         rig.release(hit)
         _judge_restored(hit.tokens, wanted, hit.wrong, hit.sources, hit.degraded)

@@ -28,10 +28,12 @@ from kvcontract.tiers.frame import header_bytes
 CALM_S = 60.0
 
 
-def declared(session: Session, page_tokens: int | None, options: Mapping[str, Any] | None = None) -> KvModel:
-    """The session's declaration, at another page size if asked."""
-    model = open_launch(session, options).model
-    return model if page_tokens is None else with_page_tokens(model, page_tokens)
+def declared(session: Session, page_tokens: int | None, record_pages: int = 1) -> KvModel:
+    """The session's declaration, at other sizes of pages and records if asked."""
+    model = open_launch(session, None).model
+    if page_tokens is None:
+        return model
+    return with_page_tokens(model, page_tokens, record_pages * page_tokens if record_pages > 1 else None)
 
 
 def write(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
@@ -51,23 +53,24 @@ def write(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
 def roundtrip(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
     """Write pages, save them as records, poison the memory, restore them elsewhere.
 
-    Arguments: ``page_tokens``, ``sources``, ``targets`` (block ids), ``blocks``, ``max_tp``, ``poison``
-    (a byte), ``layer_first``.  Arrays: ``arena|field`` uint8[n, *axes, width].
+    Arguments: ``page_tokens``, ``record_pages``, ``sources``, ``targets`` (block ids), ``blocks``,
+    ``max_tp``, ``poison`` (a byte), ``layer_first``.  Arrays: ``arena|field`` uint8[n, *axes, width].
     Returns ``after_save`` and ``restored`` (uint8[blocks, stride]) and ``wire_SHARD`` (uint8[n, payload]).
     """
-    model = declared(session, arguments["page_tokens"])
+    model = declared(session, arguments["page_tokens"], arguments["record_pages"])
     laid = layout(model)
     space, part = _only_space(laid), parts(model)[0]
     memory = _Memory(space, arguments["blocks"], session.job["device"], layer_first=arguments["layer_first"])
     lane = InlineLane()
     worker = Worker(model, laid, {space.key: memory.binding}, max_tp=arguments["max_tp"], lane=lane)
     tier = DramTier(1 << 28, lane=lane)
-    sources, targets = np.array(arguments["sources"]), np.array(arguments["targets"])
+    shape = (-1, model.record_pages) if model.record_pages > 1 else (-1,)
+    sources, targets = (np.array(arguments[name]).reshape(shape) for name in ("sources", "targets"))
     page_keys = np.arange(1, 2 * len(sources) + 1, dtype=np.uint64).reshape(-1, 2)
     deadline = time.monotonic() + CALM_S
 
     memory.poison(arguments["poison"])
-    _fill(memory.binding, arrays, sources.tolist())
+    _fill(memory.binding, arrays, sources.ravel().tolist())
     before = memory.image()
     saved = worker.save(tier, part, page_keys, sources, SaveClass.CACHEABLE, deadline).wait(CALM_S)
     after_save = memory.image()
@@ -242,14 +245,14 @@ def _bytes(views: Mapping[str, torch.Tensor]) -> NDArray[np.uint8]:
 
 
 def _wire(
-    model: KvModel, tier: DramTier, lease: Lease, pages: int, shards: int
+    model: KvModel, tier: DramTier, lease: Lease, records: int, shards: int
 ) -> dict[str, NDArray[np.uint8]]:
-    """The payloads as they are stored, per shard: uint8[pages, payload]."""
+    """The payloads as they are stored, per shard: uint8[records, payload]."""
     found: dict[str, NDArray[np.uint8]] = {}
     for shard in range(shards):
         record = wire_record(model, parts(model)[0], shard, shards)
         header = header_bytes(len(record.segments))
-        rows = np.arange(shard, pages * shards, shards)
+        rows = np.arange(shard, records * shards, shards)
         buffers = [np.zeros(header + record.payload_bytes, np.uint8) for _ in rows]
         tier.load(lease, rows, Buffers.of(buffers), time.monotonic() + CALM_S).wait(CALM_S)
         found[f"wire_{shard}"] = np.stack([buffer[header:] for buffer in buffers])

@@ -179,7 +179,7 @@ def retire(world: World, action: Action) -> bool:
         world.judge.reached("request released")
         return True
     world.check_rows(node, live)
-    keys, handoff = live.req.keys.copy(), action["handoff"]
+    keys, handoff = live.req.record_keys(node.store.record_keyer).copy(), action["handoff"]
     cls = SaveClass.CACHEABLE if handoff is None else SaveClass.HANDOFF
     report = node.store.retire(live.req, cls, handoff=handoff)
     world.judge.holds("C6", ok=live.req.released, text="retire left the request unreleased")

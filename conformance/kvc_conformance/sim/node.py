@@ -16,7 +16,7 @@ from kvc_conformance.sim.prompts import SECRET, SPACE, Memory, Prompts
 from kvc_conformance.sim.setting import AMPLE, Setting, TierSetting
 from kvcontract.core.lane import InlineLane, ManualLane
 from kvcontract.core.pending import Pending
-from kvcontract.memory.copy import holds
+from kvcontract.memory.match import holds
 from kvcontract.pool.index import Keys
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.request import RequestKv
@@ -235,10 +235,10 @@ class Node:
         loop: of the world.
 
     Attributes:
-        readers: workers that need each shard's record of a page.
-        landing: records that have come, of each page that is being loaded.
-        landed: pages of which the last one has just come.
-        unasked: `not_asked` when pages began to be owed.
+        readers: workers that need each shard of a record.
+        landing: shards that have come, of each record that is being loaded.
+        landed: records of which the last one has just come.
+        unasked: `not_asked` when records began to be owed.
         tainted: records that a relay has read, and not as they were saved.
     """
 
@@ -311,12 +311,13 @@ class Node:
         return sum(lease.active for front in self.fronts for lease in front.leases)
 
     def saving(self) -> set[bytes]:
-        """Page keys of the saves that tiers have not answered."""
+        """Keys of the pages in the saves that tiers have not answered."""
         found: set[bytes] = set()
         for front in self.fronts:
             for call in front.calls:
                 if call.verb == "save" and not call.ghost and not relayed(call):
-                    found.update(page_names(call.keys))
+                    for record in record_names(call.keys):
+                        found.update(names_of(self.prompts.pages_of(record)) or [record])
         return found
 
     def loading(self, front: Front) -> Counter[bytes]:
@@ -342,7 +343,7 @@ def policy(prompts: Prompts, setting: TierSetting) -> TierPolicy:
     """How a store uses a tier."""
     return TierPolicy(
         write="back" if setting.back else "through",
-        most_saving_bytes=setting.saving * page_bytes(prompts) or None,
+        most_saving_bytes=setting.saving * record_bytes(prompts) or None,
         load_deadline_s=setting.load_s or None,
         save_deadline_s=SAVE_DEADLINE_S,
     )
@@ -354,7 +355,7 @@ def readers(prompts: Prompts, tp: int) -> tuple[int, ...]:
 
 
 def records_of(prompts: Prompts, keys: Keys) -> RecordKeys:
-    """[pages * shards], keys of every record of some pages, page by page."""
+    """[records * shards], keys of every shard of some records, record by record."""
     part, shards = prompts.part, len(prompts.records)
     columns = [record_keys(keys, part.id, shard, shards) for shard in range(shards)]
     return np.stack(columns, axis=1).reshape(-1)
@@ -362,15 +363,16 @@ def records_of(prompts: Prompts, keys: Keys) -> RecordKeys:
 
 def make_shelf(prompts: Prompts, setting: TierSetting, clock: Clock) -> Shelf:
     """A tier's place for records."""
-    size = AMPLE_BYTES if setting.pages == AMPLE else setting.pages * page_bytes(prompts)
+    records = -(-setting.pages // prompts.step)
+    size = AMPLE_BYTES if setting.pages == AMPLE else records * record_bytes(prompts)
     return Shelf(size, setting, clock)
 
 
-def page_bytes(prompts: Prompts) -> int:
-    """Bytes of all records of a page."""
+def record_bytes(prompts: Prompts) -> int:
+    """Bytes of all shards of a record."""
     return sum(record.payload_bytes + header_bytes(len(record.segments)) for record in prompts.records)
 
 
-def page_names(keys: RecordKeys) -> Sequence[bytes]:
-    """The page key of each record, as 16 bytes."""
+def record_names(keys: RecordKeys) -> Sequence[bytes]:
+    """What each record is called, whatever its shard, as 16 bytes."""
     return names_of(keys["page_key"])

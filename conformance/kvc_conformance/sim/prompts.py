@@ -39,12 +39,16 @@ STREAM_PAGES: Final = 7
 DEGREES: Final = (1, 2)
 """Degrees of tensor parallelism that worlds have."""
 
+MOST_RECORD_PAGES: Final = 3
+"""Of a longer record a stream would have none, or one."""
+
 LEAST_ROW_BYTES: Final = 48
 _TOKEN_IDS: Final = 1000
 _NAMED: Final = WeightIdentity(kind="digest", value="0" * 32)
 _UNITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Rows = NDArray[Any]
+NO_KEYS: Final[Keys] = np.zeros((0, 2), np.uint64)
 
 
 def simulated(model: KvModel) -> KvModel:
@@ -62,7 +66,8 @@ def simulated(model: KvModel) -> KvModel:
     rows = math.lcm(*(arena.tokens_per_row for arena in model.arenas))
     named = model.weights if model.weights.resolved else _NAMED
     plain = model.model_copy(update={"repack": None, "weights": named})
-    return trimmed(plain, max(2, rows), LEAST_ROW_BYTES)
+    page, step = max(2, rows), min(MOST_RECORD_PAGES, model.record_pages)
+    return trimmed(plain, page, LEAST_ROW_BYTES, step * page if step > 1 else None)
 
 
 class Prompts:
@@ -73,15 +78,16 @@ class Prompts:
 
     Attributes:
         page: tokens of a page.
+        step: pages of a record.
         length: tokens of a stream.
         degrees: degrees of tensor parallelism that it can be cut to here.
         part: of its records.
-        records: of one page, by shard.
+        records: of one record, by shard.
     """
 
     def __init__(self, model: KvModel) -> None:
         self.model = model
-        self.page = model.page_tokens
+        self.page, self.step = model.page_tokens, model.record_pages
         self.length = STREAM_PAGES * self.page + self.page - 1
         self.keyer = Keyer(fingerprint(model).required, SECRET, self.page)
         self.degrees = tuple(tp for tp in DEGREES if not tp_faults(model, tp))
@@ -96,10 +102,11 @@ class Prompts:
             for stream in range(len(PARENTS))
             for scope in range(len(SCOPES))
         }
+        keyer = Keyer(fingerprint(model).required, SECRET, model.record_tokens)
         self._where = {
-            keys[page].tobytes(): (name, page)
-            for name, keys in self._keys.items()
-            for page in range(len(keys))
+            key.tobytes(): (stream, scope, number)
+            for stream, scope in self._keys
+            for number, key in enumerate(keyer.chain(self._tokens[stream], SCOPES[scope]))
         }
         self.image = functools.cache(self._image)
         self.space = functools.cache(lambda worker, tp: layout(model, worker, tp).space(SPACE))
@@ -123,10 +130,15 @@ class Prompts:
         """uint64[pages, 2], of all complete pages of a stream."""
         return self._keys[stream, scope]
 
-    def chain_to(self, page_key: bytes) -> Keys | None:
-        """The chain that ends with a page; None if it is none of these streams'."""
-        found = self._where.get(page_key)
-        return None if found is None else self._keys[found[0]][: found[1] + 1]
+    def chain_to(self, record: bytes) -> Keys | None:
+        """The chain of pages that ends with those of a record; None if it is none of these streams'."""
+        found = self._where.get(record)
+        return None if found is None else self._keys[found[:2]][: (found[2] + 1) * self.step]
+
+    def pages_of(self, record: bytes) -> Keys:
+        """Keys of the pages of a record, uint64[step, 2]; none if it is none of these streams'."""
+        chain = self.chain_to(record)
+        return NO_KEYS if chain is None else chain[-self.step :]
 
     def _image(self, stream: int, scope: int, worker: int, tp: int) -> tuple[Rows, ...]:
         """Per field, the rows of a whole stream that a worker holds: [rows, *axes], units of an element."""

@@ -72,6 +72,30 @@ def _mixed() -> KvModel:
     )
 
 
+def _wide() -> KvModel:
+    """Records of two pages, with tokens inside the heads: a page is in pieces on the wire."""
+    axes = {"head": 2, "token": 1, "dim": 3}
+    return KvModel(
+        contract=1,
+        name="sample-wide",
+        weights=_NAMED,
+        numerics="float16",
+        page_tokens=2,
+        key_tokens=4,
+        groups=(Group(name="kv"),),
+        arenas=(
+            Arena.planes(
+                name="layer.0",
+                group="kv",
+                layer=0,
+                fields=tuple(
+                    Field(name=name, dtype="float16", axes=axes, shard_axis="head") for name in ("k", "v")
+                ),
+            ),
+        ),
+    )
+
+
 def samples() -> tuple[KvModel, ...]:
     """All of them."""
-    return (_sharded(), _replicated(), _mixed())
+    return (_sharded(), _replicated(), _mixed(), _wide())

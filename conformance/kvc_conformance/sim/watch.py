@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvc_conformance.sim.node import Asked, Front, Node, Waited, page_names, relayed
+from kvc_conformance.sim.node import Asked, Front, Node, Waited, record_names, relayed
 from kvc_conformance.sim.prompts import PARENTS, SCOPES
 from kvcontract.contract.errors import UsageFault
 from kvcontract.store.control import ResetReport
@@ -226,13 +226,13 @@ def _look_at_owed(world: World, node: Node) -> None:
         owed, front.owed = front.owed, {}
         if front.inner.untold or failed:
             continue
-        for page, records in owed.items():
-            if not front.inner.doubtful.isdisjoint(key_bytes(records)):
+        for record, shards in owed.items():
+            if not front.inner.doubtful.isdisjoint(key_bytes(shards)):
                 continue
-            clause = "C4" if page in front.failed else "C3"
-            there = front.inner.has(records)
-            front.failed.discard(page)
-            text = f"a page was retired, nothing failed, and {front.name} has not got it"
+            clause = "C4" if record in front.failed else "C3"
+            there = front.inner.has(shards)
+            front.failed.discard(record)
+            text = f"a record was retired, nothing failed, and {front.name} has not got it"
             world.judge.holds(clause, ok=there, text=text)
 
 
@@ -243,12 +243,13 @@ def _look_at_landed(world: World, node: Node, loads: int) -> None:
     landed, node.landed = node.landed, []
     if loads or world.setting.manual or len(node.pools) > 1 or node.open or not (node.cache and node.keep):
         return  # somebody may have taken its place since
-    for page in landed:
-        chain = world.prompts.chain_to(page)
+    step = world.prompts.step
+    for record in landed:
+        chain = world.prompts.chain_to(record)
         if chain is not None:
             found = node.pools[0].probe(chain)
-            text = "a page landed whole, after its page before, and is not findable"
-            world.judge.holds("A4", ok=found != len(chain) - 1, text=text)
+            text = "a record landed whole, after the page before it, and is not findable"
+            world.judge.holds("A4", ok=not len(chain) - step <= found < len(chain), text=text)
 
 
 # Calls
@@ -278,11 +279,12 @@ def _load_called(world: World, node: Node, front: Front, call: Call) -> None:
     world.judge.holds("A16", ok=times <= most, text=f"a record is being loaded {times} times at once")
     first = not int(call.keys["shard"][0])  # the others follow, and much may happen in between
     if first and len(node.pools) == 1 and not world.setting.manual:
-        keys = np.ascontiguousarray(call.keys["page_key"])
-        again = sum(node.pools[0].probe(keys[at : at + 1]) for at in range(len(keys)))
-        world.judge.holds("A17", ok=not again, text=f"{again} pages are loaded that are resident")
-    for page in page_names(call.keys):
-        node.landing.setdefault(page, 0)
+        chains = [world.prompts.pages_of(record) for record in record_names(call.keys)]
+        there = [[node.pools[0].probe(pages[at : at + 1]) for at in range(len(pages))] for pages in chains]
+        again = sum(all(pages) for pages in there if pages)
+        world.judge.holds("A17", ok=not again, text=f"{again} records are loaded that are resident")
+    for record in record_names(call.keys):
+        node.landing.setdefault(record, 0)
 
 
 def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | None, codes: Codes) -> None:
@@ -292,14 +294,14 @@ def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | No
     late = world.now > call.deadline
     whole = fault is None and bool((np.asarray(codes) == Code.OK).all())
     world.judge.reached(f"load {'ok' if whole else 'failed'}{' late' if late else ''}")
-    for name, page in zip(key_bytes(call.keys), page_names(call.keys), strict=True):
+    for name, record in zip(key_bytes(call.keys), record_names(call.keys), strict=True):
         if not whole or name in front.inner.doubtful:
-            node.landing.pop(page, None)
-        elif page in node.landing:
-            node.landing[page] += 1
-            if node.landing[page] == sum(node.readers):
-                del node.landing[page]
-                node.landed.append(page)
+            node.landing.pop(record, None)
+        elif record in node.landing:
+            node.landing[record] += 1
+            if node.landing[record] == sum(node.readers):
+                del node.landing[record]
+                node.landed.append(record)
 
 
 # The end

@@ -18,7 +18,7 @@ from kvc_conformance.sim.node import (
     Live,
     Node,
     make_shelf,
-    page_names,
+    record_names,
     records_of,
     relayed,
 )
@@ -142,7 +142,7 @@ class World:
 
     def _listen(self, node: Node, front: Front) -> None:
         front.on_call(lambda call: watch.called(self, node, front, call))
-        front.inner.on_loss(lambda keys, _: _forgive(front, page_names(keys)))
+        front.inner.on_loss(lambda keys, _: _forgive(front, record_names(keys)))
 
     def _listen_to(self, pool: BlockPool) -> None:
         def came_back() -> None:
@@ -196,13 +196,14 @@ class World:
 
     def _saved(self, front: Front, call: Call, fault: Fault | None, codes: Codes) -> None:
         honest = fault is None or fault.kind is not FaultKind.LIE
-        for name, page, code in zip(key_bytes(call.keys), page_names(call.keys), codes.tolist(), strict=True):
+        names = zip(key_bytes(call.keys), record_names(call.keys), codes.tolist(), strict=True)
+        for name, record, code in names:
             if code == Code.OK:
                 if honest:
                     front.acknowledged[name] = front.inner.losses[name]
             else:
-                front.owed.pop(page, None)
-                front.failed.add(page)
+                front.owed.pop(record, None)
+                front.failed.add(record)
 
     def serve(self, node: Node) -> bool:
         """Answer everything that waits, run every copy; whether there was anything."""
@@ -235,10 +236,10 @@ class World:
         for front in owed:
             columns = len(records_of(self.prompts, keys[:1])) if len(keys) else 0
             records = records_of(self.prompts, keys)
-            for at, page in enumerate(keys):
+            for at, name in enumerate(keys):
                 mine = records[at * columns : (at + 1) * columns]
                 if front.inner.doubtful.isdisjoint(key_bytes(mine)):
-                    front.owed[page.tobytes()] = mine
+                    front.owed[name.tobytes()] = mine
 
         def told(value: SealReport) -> None:
             if value.failed:
@@ -254,9 +255,9 @@ def _accountable(front: Front) -> bool:
     return setting.telling and setting.pages == AMPLE and not front.inner.untold
 
 
-def _forgive(front: Front, pages: Sequence[bytes]) -> None:
-    for page in pages:
-        front.owed.pop(page, None)
+def _forgive(front: Front, records: Sequence[bytes]) -> None:
+    for record in records:
+        front.owed.pop(record, None)
 
 
 def _told(context: dict[str, Any]) -> str:
