@@ -37,7 +37,7 @@ def counters(s: Setup) -> dict[str, int]:
 
 def lose(s: Setup, tier: HeldTier) -> None:
     """The tier drops what it has of the prompt, and says so."""
-    keys = s.store.keyer.chain(TOKENS[: 4 * PAGE], SCOPE)
+    keys = s.store._core.record_keyer.chain(TOKENS[: 4 * PAGE], SCOPE)
     records = s.store._core.workers["0"].record_keys(keys)
     with tier.inner.lookup(records, float("inf")).value as lease:
         tier.inner.discard(lease, np.arange(len(records)))
@@ -312,4 +312,14 @@ def test_e3_all_shards_of_a_page_are_relayed(tp: int) -> None:
     with back("disk", tp=tp, max_tp=2) as s:
         s.store.retire(s.compute(TOKENS))
         assert counters(s)["pages_relayed_disk"] == 4
+        assert only(s, 1) == {"disk": 4 * PAGE}
+
+
+def test_records_of_several_pages_are_relayed_whole() -> None:
+    """Marks are on the last page of a record; counters are of pages."""
+    with back("disk", "far", model=model_of(key_tokens=2 * PAGE)) as s:
+        assert s.store.retire(s.compute(TOKENS)).value.saved == 4
+        assert counters(s)["pages_to_relay_far"] == counters(s)["pages_relayed_far"] == 4
+        lose(s, s.tiers[1])
+        s.store.retire(s.compute(TOKENS, s.loop.run(s.resolve(TOKENS))))
         assert only(s, 1) == {"disk": 4 * PAGE}
