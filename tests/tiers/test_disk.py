@@ -759,7 +759,7 @@ def test_h6_another_format_is_refused_whole(tmp_path: Path) -> None:
         tier_of(home, 4)
     for expected in (None, True):
         tier = tier_of(home, 4, fresh=True)
-        assert tier.directory == tmp_path / "store.format1"
+        assert tier.directory == tmp_path / "store.format2"
         assert equal(tier, 1) == [expected]
         save(tier, 1)
         assert tier.close(FOREVER)
