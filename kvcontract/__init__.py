@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from kvcontract.store.policy import ResolvePolicy as ResolvePolicy
     from kvcontract.store.rank import Rank as Rank
     from kvcontract.store.store import KvStore as KvStore
+    from kvcontract.store.tier_policy import TierPolicy as TierPolicy
     from kvcontract.tiers.base import SaveClass as SaveClass
+    from kvcontract.tiers.cipher import Encryption as Encryption
     from kvcontract.tiers.dram import DramTier as DramTier
 
 __version__ = "0.1.0"
@@ -95,7 +97,9 @@ _HOMES = {
     "kvcontract.store.policy": ("CancelToken", "KvPrefix", "ResolvePolicy"),
     "kvcontract.store.rank": ("Rank",),
     "kvcontract.store.store": ("KvStore",),
+    "kvcontract.store.tier_policy": ("TierPolicy",),
     "kvcontract.tiers.base": ("SaveClass",),
+    "kvcontract.tiers.cipher": ("Encryption",),
     "kvcontract.tiers.dram": ("DramTier",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

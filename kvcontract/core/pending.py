@@ -181,3 +181,25 @@ async def wait_until(pending: Pending[T], deadline: float) -> T:
     finally:
         pending.forget(wake)
     return pending.value
+
+
+class Once:
+    """Calls a function the first time it is called itself; thread-safe."""
+
+    __slots__ = ("_function", "_lock", "_taken")
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._taken = False
+
+    def take(self) -> bool:
+        """Whether nobody was here before."""
+        with self._lock:
+            taken, self._taken = self._taken, True
+        return not taken
+
+    def __call__(self) -> None:
+        """Call the function, unless somebody was here before."""
+        if self.take():
+            self._function()

@@ -104,7 +104,7 @@ def assemble(
         device: of arenas and model.
         dtype: that the generic executor computes in.
         tiers: below the device, fastest first; closed with the store.
-        secret: the fleet's; None is random.
+        secret: the fleet's; None: the one that the tiers keep, or else random.
         prefix_cache: False leaves the store out, as a group does that is never restored; then tiers are
             refused.
         limits: of one step.

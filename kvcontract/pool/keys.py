@@ -79,19 +79,21 @@ class FleetSecret:
         return cls(secrets.token_bytes(32))
 
     @classmethod
-    def of_file(cls, path: Path, *, create: bool = False) -> FleetSecret:
+    def of_file(cls, path: Path, *, create: bool | FleetSecret = False) -> FleetSecret:
         """The secret that a file holds as hex digits; only its owner may read or write it.
 
         Args:
             path: of the file.
-            create: make one with a random secret where there is none; of several who try at once, one does.
+            create: make one where there is none, with this or a random secret; of several who try at once,
+                one does.
 
         Raises:
             UsageFault: there is no such file, others may read or write it, or it holds something else.
         """
         try:
             if create and not path.exists():
-                _write_once(path, cls.random().value.hex() + "\n")
+                made = create if isinstance(create, FleetSecret) else cls.random()
+                _write_once(path, made.value.hex() + "\n")
             with path.open(encoding="ascii") as file:
                 mode, text = os.fstat(file.fileno()).st_mode, file.read(4 * _MAX_SECRET_BYTES)
             value = bytes.fromhex(text)

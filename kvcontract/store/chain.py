@@ -49,6 +49,7 @@ class Shard:
         self.direct = program.direct and program.binding.device.type == "cpu"
         self.lengths = program.buffers(none)[1] if self.direct else (record.payload_bytes,)
         self.summer = SegmentSums(self.lengths, record.segments)
+        self.staged_summer = SegmentSums((record.payload_bytes,), record.segments)
         self.batch_records = max(1, batch_bytes // record.payload_bytes)
 
     def keys(self, page_keys: PageKeys) -> RecordKeys:
@@ -59,6 +60,11 @@ class Shard:
 class Landing:
     """Memory of one batch.
 
+    Args:
+        shard: whose records.
+        blocks: int[n].
+        staged: the payloads must not lie in the pages themselves.
+
     Attributes:
         blocks: int[n], or [n, pages of a record].
         headers: uint8[n, header_bytes].
@@ -66,11 +72,11 @@ class Landing:
         staged: where the payloads lie, or None: in the pages themselves.
     """
 
-    def __init__(self, shard: Shard, blocks: NDArray[np.int64]) -> None:
+    def __init__(self, shard: Shard, blocks: NDArray[np.int64], *, staged: bool = False) -> None:
         self.shard, self.blocks = shard, blocks
         self.headers = np.zeros((len(blocks), shard.template.header_bytes), np.uint8)
         self.staged: Staged | None = None
-        if shard.direct:
+        if shard.direct and not staged:
             self.address, _ = shard.program.buffers(blocks)
         else:
             self.staged = Staged(shard.program, blocks)
@@ -88,11 +94,14 @@ class Landing:
 
     def sums(self, rows: Rows) -> NDArray[np.uint32]:
         """crc32c of each segment of some records, uint32[n, segments], as they lie in memory now."""
-        return self.shard.summer.sums(self.address[rows])
+        summer = self.shard.summer if self.staged is None else self.shard.staged_summer
+        return summer.sums(self.address[rows])
 
     def buffers(self) -> Buffers:
         """Header and payload of each record."""
         (count, size), lengths = self.headers.shape, self.shard.lengths
+        if self.staged is not None:
+            lengths = (self.shard.record.payload_bytes,)
         header = self.headers.ctypes.data + size * np.arange(count, dtype=np.int64)
         return Buffers(
             np.concatenate([header[:, None], self.address], axis=1).ravel(),
@@ -130,6 +139,7 @@ class Job:
         issue: starts a batch, given its landing, pages and column.
         check: judges what landed, given the tier's codes too; returns the codes that count.
         after: called first.
+        staged: payloads are changed on the way, so none may lie in the pages themselves.
     """
 
     verb: str
@@ -139,6 +149,7 @@ class Job:
     issue: Callable[[Landing, slice, int], Op]
     check: Callable[[Landing, slice, int, Codes], Codes] = lambda _landing, _pages, _column, codes: codes
     after: Callable[[], object] = lambda: None
+    staged: bool = False
 
 
 class Chain:
@@ -216,7 +227,8 @@ class Chain:
     def _issue(self) -> bool:
         column, pages = self._batches[0]
         shard, blocks = self._job.shards[column], self._job.blocks[pages]
-        need = 0 if shard.direct else len(blocks) * shard.record.payload_bytes
+        direct = shard.direct and not self._job.staged
+        need = 0 if direct else len(blocks) * shard.record.payload_bytes
 
         def granted() -> None:
             self._granted = need
@@ -226,7 +238,7 @@ class Chain:
             if not self._host.staging.take(need, granted):
                 return False
             self._granted = need
-        landing = Landing(shard, blocks)
+        landing = Landing(shard, blocks, staged=not direct)
         self._flying = landing, self._job.issue(landing, pages, column)
         return True
 

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.model import KvModel, Scope
 from kvcontract.contract.wire import fingerprint
 from kvcontract.core.lane import Lane
-from kvcontract.core.pending import Pending, all_of, wait_until
+from kvcontract.core.pending import Pending, all_of, report_uncaught, wait_until
 from kvcontract.pool.events import Event
 from kvcontract.pool.keys import FleetSecret, Keyer, TokenIds
 from kvcontract.pool.request import RequestKv
@@ -30,14 +30,17 @@ from kvcontract.store.loads import Landed, Loads
 from kvcontract.store.pins import Pins
 from kvcontract.store.policy import KvPrefix, ResolvePolicy
 from kvcontract.store.rank import Rank
-from kvcontract.store.refuse import lasting_names, refuse, refuse_small_tiers
+from kvcontract.store.refuse import lasting_names, refuse
+from kvcontract.store.relay import Records, Relays
 from kvcontract.store.resolve import Resolver
 from kvcontract.store.room import Lines
 from kvcontract.store.seal import Sealer
 from kvcontract.store.search import Ask
 from kvcontract.store.stats import StoreStats, Tally
+from kvcontract.store.tier_policy import DEFAULT, TierPolicy
 from kvcontract.store.workers import Workers
 from kvcontract.tiers.base import Tier
+from kvcontract.tiers.cipher import NO_KEY, Encryption, KeyId, RecordCipher
 from kvcontract.tiers.guard import GuardedTier
 
 LASTING_MAX_TP: Final = 8
@@ -56,6 +59,8 @@ class StoreOptions:
         scope_pin_quota: that `pin` may keep resident for one scope.
         cost: figures of the cost model; None: off, everything that is found is restored (A21).
         events: told of what tiers hold (I7); None: nobody is.
+        tiers: how single tiers are used, by name; the others as `TierPolicy()` says.
+        encryption: of records that outlive or leave the process; None: they are stored in the clear.
     """
 
     max_tp: int | None = None
@@ -64,6 +69,8 @@ class StoreOptions:
     scope_pin_quota: float = 0.125
     cost: CostFigures | None = None
     events: TierEvents | None = None
+    tiers: Mapping[str, TierPolicy] = field(default_factory=dict)
+    encryption: Encryption | None = None
 
     def __post_init__(self) -> None:
         shares = {name: getattr(self, name) for name in ("save_budget", "pin_budget", "scope_pin_quota")}
@@ -99,12 +106,15 @@ class CloseReport:
         loads: operations that still ran; their memory is leaked on purpose, never freed under a copy.
         saves: likewise.
         tiers: names of tiers that could not end their own work.
+        relays: pages that were not copied to a tier that is written back; a tier above has them, for as long
+            as it lives.
     """
 
     drained: bool
     loads: int
     saves: int
     tiers: tuple[str, ...]
+    relays: int = 0
 
 
 class StoreCore:
@@ -121,25 +131,38 @@ class StoreCore:
         lane: Lane | None,
         options: StoreOptions,
     ) -> None:
-        self.part = refuse(model, ranks, tiers, secret)
         self.max_tp = options.max_tp or max(
-            *(rank.tp for rank in ranks), LASTING_MAX_TP if lasting_names(tiers) else 1
+            *(rank.tp for rank in ranks), LASTING_MAX_TP if lasting_names(tiers) else 1, 1
         )
-        refuse_small_tiers(model, self.part, tiers, self.max_tp)
+        allowed = refuse(model, ranks, tiers, secret, self.max_tp, options.tiers, options.encryption)
+        self.cipher = None if options.encryption is None else RecordCipher(options.encryption)
+        self.part, self.too_small = allowed.part, allowed.too_small
         self.fingerprint = fingerprint(model)
-        chosen, identity = secret or FleetSecret.random(), self.fingerprint.required
+        chosen, identity = allowed.secret, self.fingerprint.required
         self.keyer = self.record_keyer = Keyer(identity, chosen, model.page_tokens)
         if model.record_pages > 1:
             self.record_keyer = Keyer(identity, chosen, model.record_tokens)
         self.clock = clock
         self.options = options
         self.ranks = {rank.name: rank for rank in ranks}
-        self.tiers = tuple(GuardedTier(tier) for tier in tiers)
+        self.all_tiers = tuple(GuardedTier(tier) for tier in tiers)
+        self.tiers = tuple(tier for tier in self.all_tiers if tier.name not in self.too_small)  # H7
+        self.policies = [options.tiers.get(tier.name, DEFAULT) for tier in self.tiers]
+        if self.policies and self.policies[0].back:  # nothing is left above it
+            self.policies[0] = replace(self.policies[0], write="through")
         self.tally = Tally()
         self.workers: dict[str, Workers] = {}
         with ExitStack() as undo:
             for rank in ranks:
-                made = Workers(model, self.part, rank, max_tp=self.max_tp, lane=lane, clock=clock.time)
+                made = Workers(
+                    model,
+                    self.part,
+                    rank,
+                    max_tp=self.max_tp,
+                    lane=lane,
+                    clock=clock.time,
+                    cipher=self.cipher,
+                )
                 self.workers[rank.name] = made
                 undo.callback(made.close, clock.time())
             self._connect(ranks)
@@ -151,20 +174,38 @@ class StoreCore:
             Known(tier, ranks, self.part.id, self.options.events, clock.time) for tier in self.tiers
         ]
         pairs = {rank.name: (rank, self.workers[rank.name]) for rank in ranks}
+        self.loads = Loads(self.tally, clock.time, self._landed)
+        workers = self.workers[ranks[0].name]  # records are the same, whichever rank writes them
+        self.relays = Relays(
+            self.known,
+            self.policies,
+            Records(workers.record_keys, workers.shard_bytes, workers.record_pages),
+            self.tally,
+            clock,
+            lambda: self.loads.pending,
+            self.cipher,
+        )
         self.sealer = Sealer(
             self.known,
+            self.policies,
+            self.relays,
             pairs,
             self.record_keyer,
             self.tally,
             clock.time,
             budget=self.options.save_budget,
             tell=tell,
+            key_of=self.key_of,
         )
-        self.loads = Loads(self.tally, clock.time, self._landed)
         self.cost = CostModel(self.options.cost, self.tally)
         self.lines = Lines()
         self.fetcher = Fetcher(
-            self.tiers, tally=self.tally, loads=self.loads, cost=self.cost, lines=self.lines
+            self.tiers,
+            tally=self.tally,
+            loads=self.loads,
+            cost=self.cost,
+            lines=self.lines,
+            limits_s=[policy.load_deadline_s for policy in self.policies],
         )
         self.explanations = Explanations(self._known_elsewhere)
         answers = Answers(self.part, self.tiers, self.tally, self.explanations)
@@ -195,15 +236,17 @@ class StoreCore:
             if not await settled(going, deadline):
                 break
         self.sealer.give_up_shed()
+        relays = self.relays.conclude()
         while self._stop:
             self._stop.pop()()
         idle = [workers.close(deadline) for workers in self.workers.values()]
         await settled(self.sealer.saves, deadline)  # those that came meanwhile: the workers refused them
-        stuck = tuple(tier.name for tier in self.tiers if not tier.close(deadline))
+        stuck = tuple(tier.name for tier in self.all_tiers if not tier.close(deadline))
         for known in self.known:
             known.unsubscribe()
         loads, saves = len(self.loads.pending), len(self.sealer.saves)
-        return CloseReport(all(idle) and not (loads or saves or stuck), loads, saves, stuck)
+        drained = all(idle) and not (loads or saves or stuck or relays)
+        return CloseReport(drained, loads, saves, stuck, relays)
 
     # From any thread
 
@@ -227,6 +270,17 @@ class StoreCore:
             if rank.pool is req.pool:
                 return rank
         raise UsageFault("the request draws from a pool that is no rank of this store")
+
+    def key_of(self, scope: Scope) -> KeyId | None:
+        """What records of a scope are encrypted with; None: it is not known, so they stay in the process."""
+        if self.cipher is None:
+            return NO_KEY
+        try:
+            return self.cipher.id_of(scope)
+        except Exception as error:  # noqa: BLE001 - the operator's function; told, and nothing is stored clear
+            self.tally.count("scopes_without_key")
+            report_uncaught(error)
+            return None
 
     def refuse_demand(self, policy: ResolvePolicy) -> None:
         """Refuse what could only be met by recomputing in silence (A24).
@@ -254,6 +308,7 @@ class StoreCore:
             "loads": len(self.loads.pending),
             "saves": len(self.sealer.saves),
             "shed": len(self.sealer.shed),
+            "relays": self.relays.pages,
             "pins": self.pins.pages,
             "pinned_blocks": sum(rank.pool.pinned_blocks for rank in self.ranks.values()),
         }
@@ -277,7 +332,7 @@ class StoreCore:
     # Between the parts
 
     def _submitted(self) -> tuple[Pending[Any], ...]:
-        return (*self.sealer.saves, *self.sealer.shed)
+        return (*self.sealer.saves, *self.sealer.shed, *self.relays.pending)
 
     def _busy(self) -> dict[str, Sequence[Pending[Any]]]:
         idle = self.resolver.idle
@@ -297,7 +352,7 @@ class StoreCore:
                 known.restored(*found, landed.begun)
             else:
                 known.recall(*found)
-        self.sealer.write_back(landed, number)
+        self.sealer.promote(landed, number)
 
     def _known_elsewhere(self, rank: str, tokens: TokenIds, scope: Scope) -> bool:
         return self.ranks[rank].pool.probe(self.keyer.chain(tokens, scope)) > 0

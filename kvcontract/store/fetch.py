@@ -10,6 +10,7 @@ stay matchable, and are matched again afterwards.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from kvcontract.store.room import Lines, Turn
 from kvcontract.store.search import Search
 from kvcontract.store.stats import Tally
 from kvcontract.store.workers import Source
-from kvcontract.tiers.base import Lease, RecordKeys, Tier
+from kvcontract.tiers.base import Lease, Tier
 
 PARTIAL_SHARE: Final = 0.2
 """Of the time there was: when so little is left without room for all, what fits is loaded (A18)."""
@@ -48,12 +49,21 @@ class Fetcher:
         loads: what is in flight.
         cost: whether a restore is worth it.
         lines: who waits for room.
+        limits_s: by tier, longest time that it may take to answer; None: until the resolve's own deadline.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], *, tally: Tally, loads: Loads, cost: CostModel, lines: Lines
+        self,
+        tiers: Sequence[Tier],
+        *,
+        tally: Tally,
+        loads: Loads,
+        cost: CostModel,
+        lines: Lines,
+        limits_s: Sequence[float | None],
     ) -> None:
         self._tiers = tuple(tiers)
+        self._limits_s = {tier.name: limit or math.inf for tier, limit in zip(tiers, limits_s, strict=True)}
         self._tally = tally
         self._loads = loads
         self._cost = cost
@@ -110,6 +120,8 @@ class Fetcher:
                 if waits > _MOST_WAITS:
                     return  # room that was waited for went to somebody else, again and again
                 key = search.missing[0]
+                if self._loads.slow(search.rank, key, tier):
+                    return  # it is still at it, and has had its time
                 name = search.rank.name, tier.name, key.tobytes()
                 ahead = self._loads.of(search.rank, key), self._flights.get(name)
                 if ahead != (None, None):
@@ -164,7 +176,7 @@ class Fetcher:
                     flight.settle(True)
                 return False
             resident = await _resident(search, count)
-            count = self._loads.unclaimed(search.rank, search.missing[:count])
+            count = self._loads.unclaimed(search.rank, search.missing[:count], tier)
             if not count:
                 return True  # another has begun to load it meanwhile (A16)
             rows = np.arange(skip * columns, (skip + count) * columns).reshape(count, columns)
@@ -196,12 +208,11 @@ class Fetcher:
             have = np.stack([lease.present.reshape(-1, columns)[skip:] for _, _, lease in offers])
             count = _leading(np.all(have.any(axis=0), axis=1))
             resident = await _resident(search, count)
-            free = self._loads.unclaimed(search.rank, search.missing[:count])
+            free = self._loads.unclaimed(search.rank, search.missing[:count], *(item[1] for item in offers))
             if not free:
                 owned.close()
-                return count > 0 and await self._joined(
-                    search, self._loads.of(search.rank, search.missing[0])
-                )
+                ahead = self._loads.of(search.rank, search.missing[0])  # None: a tier has had its time
+                return ahead is not None and await self._joined(search, ahead)
             count, have, resident = free, have[:, :free], _cut(search, resident, free)
             giver = have.argmax(axis=0)
             every = np.arange(skip * columns, (skip + count) * columns).reshape(count, columns)
@@ -217,10 +228,10 @@ class Fetcher:
     # Steps
 
     async def _lookup(self, search: Search, tier: Tier, names: Keys) -> Lease | None:
-        keys: RecordKeys = search.workers.record_keys(names)
-        query = tier.lookup(keys, search.deadline)
+        keys, deadline = search.workers.record_keys(names), self._deadline(search, tier)
+        query = tier.lookup(keys, deadline)
         try:
-            lease = await wait_until(query, search.deadline)
+            lease = await wait_until(query, deadline)
         except BaseException as error:
             query.on_done(Lease.release)  # A2: whoever gave up leaves this behind
             if not isinstance(error, TimeoutError):
@@ -239,6 +250,11 @@ class Fetcher:
         if lease.pending is not None and not lease.present.all():
             search.news.append(lease.pending)
         return lease
+
+    def _deadline(self, search: Search, *tiers: Tier) -> float:
+        """Until when tiers may take: the resolve's deadline or their own limits, whichever is first (A20)."""
+        now = asyncio.get_running_loop().time()
+        return min(search.deadline, *(now + self._limits_s[tier.name] for tier in tiers))
 
     def _failed(self, search: Search, tier: Tier, why: str) -> None:
         search.degrade(f"{tier.name}: {why}")
@@ -309,7 +325,8 @@ class Fetcher:
         records = np.unique(wanted // search.step) - search.record
         mine = [Source(item.tier, item.lease, item.rows[records]) for item in sources]
         mine = [item for item in mine if (item.rows >= 0).any()]
-        load = self._loads.begin(search, mine, origin[records], stretches, owned)
+        deadline = self._deadline(search, *(item.tier for item in mine))
+        load = self._loads.begin(search, mine, origin[records], stretches, owned, deadline)
         if flight is not None and not flight.done:
             flight.settle(False)
         await self._loads.finish(load)

@@ -90,10 +90,49 @@ class Known:
         """Records came back from this tier, read from `since` on: what it has not lost since, it has."""
         now = self._clock()
         with self._lock:
-            lost = [self._lost_at.get(name, self._lost_before) >= since for name in names_of(keys)]
-            there = ~np.array(lost, np.bool_)
+            there = self._kept(keys, since)
             self._remember(keys[there], now)
             self.of(rank).restored(pages[there], keys[there], generations[there], now)
+
+    def relayed(
+        self,
+        rank: Rank,
+        pages: Pages,
+        keys: Keys,
+        generations: Generations,
+        since: float,
+        chain: tuple[Keys, NDArray[np.int64], Content | None],
+    ) -> None:
+        """Pages came from another tier, saved from `since` on; on the device may be others by now.
+
+        Args:
+            rank: whose pages they were.
+            pages: int32[n].
+            keys: uint64[n, 2].
+            generations: uint32[n], of the occupants they had.
+            since: on the store's clock.
+            chain: see `settled`.
+        """
+        now, (all_keys, numbers, content) = self._clock(), chain
+        with self._lock:
+            there = self._kept(keys, since)
+            self._remember(keys[there], now)
+            if self._events is not None and content is not None and there.any():
+                self._events.stored(self.tier.name, all_keys, numbers[there], content)
+            there &= rank.pool.generation[pages] == generations
+            self.of(rank).restored(pages[there], keys[there], generations[there], now)
+
+    def absent(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations) -> None:
+        """Somebody has looked for pages, and the tier has not got them: they are to be saved anew (C3)."""
+        with self._lock:
+            for name in names_of(keys):
+                self._recent.pop(name, None)
+            self.of(rank).absent(pages, generations)
+
+    def _kept(self, keys: Keys, since: float) -> Flags:
+        """Which pages the tier has not lost since, bool[n]."""
+        lost = [self._lost_at.get(name, self._lost_before) >= since for name in names_of(keys)]
+        return ~np.array(lost, np.bool_)
 
     def recall(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations) -> None:
         """Records came back from another tier: maybe this one has them too."""

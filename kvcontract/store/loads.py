@@ -28,7 +28,7 @@ from kvcontract.store.rank import Rank
 from kvcontract.store.search import Search
 from kvcontract.store.stats import Tally
 from kvcontract.store.workers import Source, Verdict
-from kvcontract.tiers.base import Clock, Code, Codes
+from kvcontract.tiers.base import Clock, Code, Codes, Tier
 
 
 class Guard:
@@ -86,7 +86,9 @@ class Load:
         generations: uint32[r], of its occupants.
         op: settles when nothing touches the pages any more.
         begun: on the store's clock.
+        deadline: of the wait for it, likewise.
         ended: settles when what arrived has been registered, and everything else is back.
+        free: settles when others may bring its pages: it has ended, or has had its tier's time.
     """
 
     search: Search
@@ -101,7 +103,9 @@ class Load:
     generations: Generations
     op: Pending[Verdict]
     begun: float
+    deadline: float
     ended: Pending[None] = field(default_factory=Pending)
+    free: Pending[None] = field(default_factory=Pending)
 
     @property
     def names(self) -> str:
@@ -150,6 +154,8 @@ class Loads:
         self._lock = threading.Lock()
         self._open: dict[Load, None] = {}
         self._by_key: dict[tuple[Rank, bytes], Load] = {}
+        # Those that have had their tier's time: others need not wait for them, but ask elsewhere.
+        self._slow: dict[tuple[Rank, bytes, str], Load] = {}
 
     @property
     def pending(self) -> tuple[Pending[None], ...]:
@@ -158,16 +164,25 @@ class Loads:
             return tuple(load.ended for load in self._open)
 
     def of(self, rank: Rank, key: Keys) -> Pending[None] | None:
-        """Settles when the load that brings a record (uint64[2]) has ended; None if there is none."""
+        """Settles when whatever brings a record, uint64[2], has ended or given way; None: nothing does."""
         with self._lock:
             load = self._by_key.get((rank, key.tobytes()))
-        return None if load is None else load.ended
+        return None if load is None else load.free
 
-    def unclaimed(self, rank: Rank, keys: Keys) -> int:
-        """How many leading records, uint64[n, 2], no load in flight brings already."""
+    def slow(self, rank: Rank, key: Keys, tier: Tier) -> bool:
+        """Whether a tier is still reading a record (uint64[2]) for somebody, and has had its time for it."""
         with self._lock:
-            names = (key.tobytes() for key in keys)
-            return next((at for at, name in enumerate(names) if (rank, name) in self._by_key), len(keys))
+            return (rank, key.tobytes(), tier.name) in self._slow
+
+    def unclaimed(self, rank: Rank, keys: Keys, *tiers: Tier) -> int:
+        """How many leading records, uint64[n, 2], no load brings already, nor these tiers slowly."""
+        with self._lock:
+            for at, key in enumerate(keys):
+                name = key.tobytes()
+                slow = self._slow and any((rank, name, tier.name) in self._slow for tier in tiers)
+                if slow or (rank, name) in self._by_key:
+                    return at
+            return len(keys)
 
     def begin(
         self,
@@ -176,6 +191,7 @@ class Loads:
         origin: NDArray[np.int16],
         stretches: Sequence[Stretch],
         owned: ExitStack,
+        deadline: float,
     ) -> Load:
         """Start to fill pages.
 
@@ -185,6 +201,7 @@ class Loads:
             origin: int16[r].
             stretches: in order, from the first missing page on.
             owned: leases and pages; the load takes them over.
+            deadline: of the load, on the loop's clock.
         """
         fresh = [item for item in stretches if item.fresh]
         wanted = np.concatenate([np.arange(item.first, item.end) for item in fresh])
@@ -194,10 +211,10 @@ class Loads:
         last = _last_pages(search, numbers, stretches)
         generations = search.rank.pool.generation[last]
         begun = self._clock()
-        op = search.workers.load(sources, search.records[numbers], blocks, search.deadline)
+        op = search.workers.load(sources, search.records[numbers], blocks, deadline, key=search.ask.key)
         kept = owned.pop_all()
         chain = numbers, wanted, rows
-        load = Load(search, sources, kept, stretches, *chain, origin, last, generations, op, begun)
+        load = Load(search, sources, kept, stretches, *chain, origin, last, generations, op, begun, deadline)
         op.on_done(lambda verdict: self._count(load, verdict))
         with self._lock:
             self._open[load] = None
@@ -209,10 +226,12 @@ class Loads:
         """Wait for a load and extend the search's hold; at its deadline, or if cancelled, leave it behind."""
         search = load.search
         try:
-            verdict = await wait_until(load.op, search.deadline)
+            verdict = await wait_until(load.op, load.deadline)
         except BaseException as error:
             # A3: only the wait is abandoned; pages and leases stay with the operation until it settles.
             self._tally.count("loads_abandoned")
+            if load.deadline < search.deadline and isinstance(error, TimeoutError):
+                self._give_way(load)
             load.op.on_done(lambda verdict: self._late(load, verdict))
             if not isinstance(error, TimeoutError):
                 raise
@@ -222,6 +241,17 @@ class Loads:
             self._commit(load, verdict)
         finally:
             self._end(load)
+
+    def _give_way(self, load: Load) -> None:
+        """The tier's time is over, not the resolve's: others may bring the pages instead."""
+        with self._lock:
+            for key in load.keys:
+                name = key.tobytes()
+                if self._by_key.get((load.search.rank, name)) is load:
+                    del self._by_key[load.search.rank, name]
+                for source in load.sources:
+                    self._slow[load.search.rank, name, source.tier.name] = load
+        load.free.settle(None)
 
     def _commit(self, load: Load, verdict: Verdict) -> None:
         search, pool, at = load.search, load.search.rank.pool, 0
@@ -313,7 +343,12 @@ class Loads:
                 name = (load.search.rank, key.tobytes())
                 if self._by_key.get(name) is load:
                     del self._by_key[name]
+                for source in load.sources if self._slow else ():
+                    if self._slow.get((*name, source.tier.name)) is load:
+                        del self._slow[(*name, source.tier.name)]
         load.ended.settle(None)
+        if not load.free.done:
+            load.free.settle(None)
 
 
 def _last_pages(search: Search, numbers: NDArray[np.int64], stretches: Sequence[Stretch]) -> Pages:

@@ -110,6 +110,21 @@ class Marks:
             self._again[pages] = 0
         return good, again
 
+    def state(self, pages: Pages, generations: Generations, now: float) -> tuple[Flags, Flags]:
+        """Which pages are known to be stored, bool[n], and which are being saved, bool[n]."""
+        with self._lock:
+            stored = self._stored[pages] == generations
+            if not self._told:
+                stored &= self._until[pages] > now
+            saving: Flags = self._saving[pages] == generations
+        return stored, saving
+
+    def absent(self, pages: Pages, generations: Generations) -> None:
+        """Somebody has looked, and these pages are not stored."""
+        with self._lock:
+            mine = pages[self._stored[pages] == generations]
+            self._stored[mine] = 0
+
     def restored(self, pages: Pages, keys: Keys, generations: Generations, now: float) -> None:
         """Pages were filled from this tier, so it has them."""
         with self._lock:

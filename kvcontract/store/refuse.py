@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kvcontract.contract.check import check_model
 from kvcontract.contract.clauses import clause
@@ -13,21 +14,80 @@ from kvcontract.contract.model import KvModel
 from kvcontract.contract.wire import Part, parts, wire_record
 from kvcontract.pool.keys import FleetSecret
 from kvcontract.store.rank import Rank
+from kvcontract.store.secret import fleet_secret
+from kvcontract.store.tier_policy import TierPolicy, policy_faults, small_budget_faults
 from kvcontract.tiers.base import Tier
+from kvcontract.tiers.cipher import Encryption
 from kvcontract.tiers.frame import header_bytes
 
 
-def refuse(model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier], secret: FleetSecret | None) -> Part:
-    """Refuse what cannot be served; returns what is saved and restored as one unit.
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a store is made with, once nothing speaks against it.
+
+    Attributes:
+        part: what is saved and restored as one unit.
+        secret: that keys are derived with.
+        too_small: names of tiers that no record fits into; they are left alone (H7).
+    """
+
+    part: Part
+    secret: FleetSecret
+    too_small: tuple[str, ...]
+
+
+def refuse(
+    model: KvModel,
+    ranks: Sequence[Rank],
+    tiers: Sequence[Tier],
+    secret: FleetSecret | None,
+    max_tp: int,
+    policies: Mapping[str, TierPolicy],
+    encryption: Encryption | None,
+) -> Allowed:
+    """Refuse what cannot be served.
+
+    Args:
+        model: the declaration.
+        ranks: to be served.
+        tiers: fastest first.
+        secret: given by the caller.
+        max_tp: most workers that may ever read the records.
+        policies: by name of the tier.
+        encryption: of records that leave the process.
 
     Raises:
-        NotConformant: the declaration has findings, or weights are unnamed for a tier that lasts
-            (KVC-OFFLOAD-05).
+        NotConformant: the declaration has findings, or nothing else is wrong than that weights are unnamed
+            for a tier that lasts (KVC-OFFLOAD-05).
         UsageFault: names every fault.
     """
     findings = check_model(model)
     if findings:
         raise NotConformant(model.name, findings)
+    faults = _faults(model, ranks, tiers)
+    faults += policy_faults(policies, [tier.name for tier in tiers])
+    faults += [] if encryption is None else encryption.faults()
+    small: tuple[str, ...] = ()
+    if model.prefix_caching:
+        small, wrong = _sizes(model, parts(model)[0], tiers, policies, max_tp)
+        faults += wrong
+    lasting = [tier for tier in tiers if tier.name in lasting_names(tiers)]
+    unnamed = bool(lasting) and not model.weights.resolved
+    if unnamed and faults:
+        faults.append(_unnamed_weights(model, lasting_names(tiers)).line())
+    if faults or unnamed:  # a secret that would not be used is not left behind
+        lasting = []
+    chosen, disagree = fleet_secret(secret, lasting)
+    faults += disagree
+    if faults:
+        raise UsageFault("; ".join(faults))
+    if unnamed:
+        raise NotConformant(model.name, (_unnamed_weights(model, lasting_names(tiers)),))
+    return Allowed(parts(model)[0], chosen, small)
+
+
+def _faults(model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier]) -> list[str]:
+    """What is wrong with the ranks, with names, and with what the tiers cannot do."""
     faults = [] if ranks else ["a store has at least one rank"]
     for what, names in (("rank", [rank.name for rank in ranks]), ("tier", [tier.name for tier in tiers])):
         faults += [f"two {what}s are named {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
@@ -37,24 +97,10 @@ def refuse(model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier], secret:
         faults.append(
             f"group {', '.join(never)} is never restored: no prefix can be reused; leave the store out"
         )
-    lasting = lasting_names(tiers)
-    if lasting and secret is None:
-        faults.append(f"tier {', '.join(lasting)} outlives or leaves this process: give the fleet's secret")
     mixing = [tier.name for tier in tiers if not tier.capabilities.scopes]
     if mixing:
         faults.append(f"tier {', '.join(mixing)} cannot keep scopes apart; every tier of a store must (D3)")
-    if faults:
-        raise UsageFault("; ".join(faults))
-    for rank in ranks:
-        bound = {
-            key if rank.tp == 1 else f"{key} of worker {number}": binding.blocks
-            for number, memory in enumerate(rank.memory)
-            for key, binding in memory.items()
-        }
-        rank.pool.check_capacity(bound)
-    if lasting and not model.weights.resolved:
-        raise NotConformant(model.name, (_unnamed_weights(model, lasting),))
-    return parts(model)[0]
+    return faults
 
 
 def _rank_faults(model: KvModel, ranks: Sequence[Rank]) -> list[str]:
@@ -62,6 +108,15 @@ def _rank_faults(model: KvModel, ranks: Sequence[Rank]) -> list[str]:
     if len({id(rank.pool) for rank in ranks}) < len(ranks):
         faults.append("two ranks share a pool; each has its own")
     for rank in ranks:
+        bound = {
+            key if rank.tp == 1 else f"{key} of worker {number}": binding.blocks
+            for number, memory in enumerate(rank.memory)
+            for key, binding in memory.items()
+        }
+        try:
+            rank.pool.check_capacity(bound)
+        except UsageFault as fault:
+            faults.append(str(fault))
         if rank.pool.page_tokens != model.page_tokens:
             faults.append(f"rank {rank.name!r}: its pool's page differs from {model.page_tokens} tokens")
         faults += [f"rank {rank.name!r}: {fault}" for fault in tp_faults(model, rank.tp)]
@@ -73,22 +128,29 @@ def lasting_names(tiers: Sequence[Tier]) -> list[str]:
     return [tier.name for tier in tiers if tier.capabilities.persistent or tier.capabilities.shared]
 
 
-def refuse_small_tiers(model: KvModel, part: Part, tiers: Sequence[Tier], max_tp: int) -> None:
-    """A tier that no record fits into would never be of use (H10).
+def _sizes(
+    model: KvModel, part: Part, tiers: Sequence[Tier], policies: Mapping[str, TierPolicy], max_tp: int
+) -> tuple[tuple[str, ...], list[str]]:
+    """Tiers that no record fits into, and what is wrong with that: they are all, or a page is over a budget.
 
-    Raises:
-        UsageFault: names every such tier.
+    A record that is too large for one tier is served by the others (H7); if it is for all of them, none would
+    ever be of use (H10).
     """
     shards = part.shards(max_tp)
     records = [wire_record(model, part, shard, shards) for shard in range(shards)]
-    largest = max(record.payload_bytes + header_bytes(len(record.segments)) for record in records)
-    small = [
-        f"tier {tier.name!r} takes records of at most {limit:,} B"
+    sizes = [record.payload_bytes + header_bytes(len(record.segments)) for record in records]
+    small = {
+        tier.name: limit
         for tier in tiers
-        if (limit := tier.capabilities.max_record_bytes) is not None and limit < largest
-    ]
-    if small:
-        raise UsageFault(f"{'; '.join(small)}; one record of part {part.name!r} needs {largest:,} B")
+        if (limit := tier.capabilities.max_record_bytes) is not None and limit < max(sizes)
+    }
+    faults = small_budget_faults(policies, sum(sizes))
+    if small and len(small) == len(tiers):
+        told = "; ".join(
+            f"tier {name!r} takes records of at most {limit:,} B" for name, limit in small.items()
+        )
+        faults.append(f"{told}; one record of part {part.name!r} needs {max(sizes):,} B")
+    return tuple(small), faults
 
 
 def _unnamed_weights(model: KvModel, lasting: Sequence[str]) -> Finding:

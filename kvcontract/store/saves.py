@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcontract.core.pending import Pending
+from kvcontract.core.pending import Pending, all_of
 from kvcontract.pool.events import Content
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.handoffs import Handoff
@@ -17,6 +17,7 @@ from kvcontract.store.marks import Flags, Generations, Saving
 from kvcontract.store.rank import Rank
 from kvcontract.store.workers import After
 from kvcontract.tiers.base import Code, SaveClass
+from kvcontract.tiers.cipher import NO_KEY, KeyId
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class SealReport:
 
     Attributes:
         pages: pages that had to be saved; 0 if there was nothing new (C9).
-        saved: pages now stored in every tier.
+        saved: pages now stored in every tier that is given them from the device; others follow from there.
         failed: pages that are not, by reason, ``shed`` among them; they are tried again (C4, C5).
     """
 
@@ -47,6 +48,7 @@ class Run:
         first: number of the first record that is looked at.
         generations: uint32[n - first], of the occupants of their last pages.
         content: what they hold, if somebody is told (I7).
+        key: that their records are encrypted with where they leave the process; None: none is known.
     """
 
     keys: Keys
@@ -54,6 +56,7 @@ class Run:
     generations: Generations
     content: Content | None
     first: int = 0
+    key: KeyId | None = NO_KEY
 
     @property
     def last(self) -> Pages:
@@ -70,7 +73,8 @@ class Batch:
         todo: bool[tiers, k], which of them each tier gets.
         cls: by tier.
         budgeted: whether its pins count.
-        shed: records that were not even tried.
+        shed: int64[m], which records of the run were not even tried.
+        capped: bool[tiers, k], those that a tier has no room for among what it is being given already.
         report: settles once every copy has landed.
         savings: by tier, its marks.
         blocks: int32[k, pages of a record].
@@ -86,7 +90,8 @@ class Batch:
     budgeted: bool
     handoff: Handoff | None = None
     after: After | None = None
-    shed: int = 0
+    shed: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    capped: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), np.bool_))
     report: Pending[SealReport] = field(default_factory=Pending)
     savings: dict[int, Saving] = field(default_factory=dict)
     blocks: Pages = field(init=False)
@@ -96,6 +101,8 @@ class Batch:
     def __post_init__(self) -> None:
         self.blocks = self.run.pages[self.numbers]
         self.codes = np.zeros(self.todo.shape, np.uint8)
+        if self.capped.size:
+            self.codes[self.capped] = Code.SHED
         self.again = np.zeros(self.todo.shape, np.bool_)
 
     @property
@@ -118,9 +125,96 @@ class Batch:
         ok: Flags = worst == Code.OK
         counted, step = sorted(Counter(worst[~ok].tolist()).items()), self.step
         failed = {Code(code).name.lower(): n * step for code, n in counted}
-        if self.shed:
-            failed["shed"] = failed.get("shed", 0) + self.shed * step
-        return SealReport((len(self.numbers) + self.shed) * step, int(ok.sum()) * step, failed)
+        if shed := len(self.shed):
+            failed["shed"] = failed.get("shed", 0) + shed * step
+        return SealReport((len(self.numbers) + shed) * step, int(ok.sum()) * step, failed)
+
+    @property
+    def shed_pages(self) -> int:
+        """Pages that some tier was not given, to keep what is under way within bounds."""
+        capped = int(self.capped.any(axis=0).sum()) if self.capped.size else 0
+        return (len(self.shed) + capped) * self.step
+
+
+@dataclass(slots=True, eq=False)
+class Shed:
+    """Records of a retired request that still want to be saved; `done` once that has ended, or is given up.
+
+    Each is tried once in each tier: one that fails again would keep those behind it waiting for ever.
+
+    Attributes:
+        page_keys: of their pages.
+        open: bool[tiers, n], what has not been tried.
+        key: see `Run`.
+    """
+
+    keys: Keys
+    page_keys: Keys
+    content: Content | None
+    key: KeyId | None
+    open: NDArray[np.bool_]
+    saves: list[Pending[SealReport]] = field(default_factory=list)
+    done: Pending[None] = field(default_factory=Pending)
+
+    @property
+    def first(self) -> int:
+        """Number of the first record that is left; as many as there are if none is."""
+        left = np.flatnonzero(self.open.any(axis=0))
+        return int(left[0]) if len(left) else len(self.keys)
+
+    def cut(self, records: int, record_tokens: int) -> Content | None:
+        """What the first of its records hold."""
+        told = self.content
+        return None if told is None else Content(told.token_ids[: records * record_tokens], told.scope)
+
+    def tried(self, first: int, batch: Batch | None) -> bool:
+        """Records from `first` on were looked at; all but what the batch has shed is done with.
+
+        Returns:
+            Whether some are left.
+        """
+        before = self.open.copy()
+        self.open[:, first:] = False  # what is not resident any more cannot be saved
+        if batch is not None:
+            self.open[:, batch.shed] = before[:, batch.shed]
+            if batch.capped.size:
+                self.open[:, batch.numbers] = batch.capped
+        return bool(self.open.any())
+
+    def end(self) -> None:
+        """Nothing more is tried: it is done once what was tried has landed."""
+        all_of(self.saves).on_done(lambda _: self.done.settle(None))
+
+
+class SavingBudgets:
+    """How many records each tier is being given, and how many it may be.
+
+    Not thread-safe.
+
+    Args:
+        limits: records by tier; None: any number.
+    """
+
+    def __init__(self, limits: Sequence[int | None]) -> None:
+        self._limits = tuple(limits)
+        self._used = [0] * len(limits)
+        self.limited = any(limit is not None for limit in limits)
+
+    def cap(self, tier: int, wanted: Flags) -> Flags:
+        """Which of the records that are wanted, bool[n], the tier has no room for: the last ones."""
+        limit = self._limits[tier]
+        over = np.zeros(len(wanted), np.bool_)
+        if limit is not None:
+            over[np.flatnonzero(wanted)[max(0, limit - self._used[tier]) :]] = True
+        return over
+
+    def take(self, tier: int, records: int) -> None:
+        """Records are on their way to a tier."""
+        self._used[tier] += records
+
+    def give(self, tier: int, records: int) -> None:
+        """Undo one `take`."""
+        self._used[tier] -= records
 
 
 class PinBudget:

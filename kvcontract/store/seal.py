@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -24,55 +23,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.model import Scope
 from kvcontract.core.pending import Pending, all_of, report_uncaught
 from kvcontract.pool.events import Content
-from kvcontract.pool.index import Keys
 from kvcontract.pool.keys import Keyer
 from kvcontract.pool.request import RequestKv
+from kvcontract.store.expect import Expectations
 from kvcontract.store.handoffs import Handoff, Handoffs
 from kvcontract.store.known import Known
 from kvcontract.store.loads import Landed
+from kvcontract.store.plan import Plan, chosen
 from kvcontract.store.rank import Rank
-from kvcontract.store.saves import NOTHING, Batch, PinBudget, Run, SealReport
+from kvcontract.store.relay import Relays
+from kvcontract.store.saves import NOTHING, Batch, PinBudget, Run, SavingBudgets, SealReport, Shed
 from kvcontract.store.stats import Tally
+from kvcontract.store.tier_policy import TierPolicy
 from kvcontract.store.workers import After, Verdict, Workers
 from kvcontract.tiers.base import Clock, Code, SaveClass
+from kvcontract.tiers.cipher import KeyId
 
 __all__ = ["NOTHING", "SealReport", "Sealer"]
 
-SAVE_DEADLINE_S: Final = 60.0
-"""A save that has not begun by then is given up and tried again at retire."""
-
 KEPT_SHED: Final = 256
 """Retired requests whose shed pages are remembered, a rank."""
-
-
-@dataclass(slots=True, eq=False)
-class _Shed:
-    """Records of a retired request that still want to be saved; `done` once that has ended, or is given up.
-
-    Each is tried once: one that fails again would keep those behind it waiting for ever.
-
-    Attributes:
-        page_keys: of their pages.
-        first: number of the first record that has not been tried.
-    """
-
-    keys: Keys
-    page_keys: Keys
-    content: Content | None
-    first: int = 0
-    saves: list[Pending[SealReport]] = field(default_factory=list)
-    done: Pending[None] = field(default_factory=Pending)
-
-    def cut(self, records: int, record_tokens: int) -> Content | None:
-        """What the first of its records hold."""
-        told = self.content
-        return None if told is None else Content(told.token_ids[: records * record_tokens], told.scope)
-
-    def end(self) -> None:
-        """Nothing more is tried: it is done once what was tried has landed."""
-        all_of(self.saves).on_done(lambda _: self.done.settle(None))
 
 
 class Sealer:
@@ -80,17 +53,22 @@ class Sealer:
 
     Args:
         known: what is known of each tier, fastest first; each gets every record.
+        policies: of each tier.
+        relays: bring records to the tiers that are written back.
         ranks: name -> rank and its workers.
         keyer: derives keys of records.
         tally: where everything is counted.
         clock: the store's.
         budget: share of a pool that saves may pin which may be shed.
         tell: whether somebody is told what pages hold.
+        key_of: what records of a scope are encrypted with; None: unknown, so they leave the process nowhere.
     """
 
     def __init__(
         self,
         known: Sequence[Known],
+        policies: Sequence[TierPolicy],
+        relays: Relays,
         ranks: Mapping[str, tuple[Rank, Workers]],
         keyer: Keyer,
         tally: Tally,
@@ -98,21 +76,30 @@ class Sealer:
         *,
         budget: float,
         tell: bool,
+        key_of: Callable[[Scope], KeyId | None],
     ) -> None:
         self._known = tuple(known)
+        self._policies = tuple(policies)
+        self._relays = relays
+        self._ranks = [rank for rank, _ in ranks.values()]
         self._workers = {name: workers for name, (_, workers) in ranks.items()}
         self._keyer = keyer
         self._step = max(workers.record_pages for workers in self._workers.values())
         self._tally = tally
         self._clock = clock
         self._tell = tell
+        self._key_of = key_of
         self._lock = threading.Lock()
         self._open: dict[Batch, None] = {}
         self._budgets = {
             name: PinBudget(rank.pool.pages, max(self._step, int(budget * rank.pool.total)))
             for name, (rank, _) in ranks.items()
         }
-        self._shed: dict[str, deque[_Shed]] = {name: deque() for name in ranks}
+        size = max(workers.saved_record_bytes for workers in self._workers.values())
+        limits = [policy.most_saving_bytes for policy in policies]
+        self._saving = SavingBudgets([limit and limit // size for limit in limits])
+        self._expected = Expectations(known, relays, clock)
+        self._shed: dict[str, deque[Shed]] = {name: deque() for name in ranks}
         self._draining: set[str] = set()
         self._sealed: WeakKeyDictionary[RequestKv, int] = WeakKeyDictionary()
         shared = [number for number, item in enumerate(known) if item.tier.capabilities.shared]
@@ -165,33 +152,41 @@ class Sealer:
             return Pending.of(NOTHING)
         with self._lock:
             batch = self._looked(rank, req, cls, handoff, scope_tag, last=last)
+        self._expected.pass_on()
         if batch is None:
             return Pending.of(NOTHING)  # C9
         batch.after = after
-        shed = batch.shed
+        shed = batch.shed_pages > 0
         if shed and last:
-            self._remember(rank, _Shed(batch.run.keys.copy(), req.keys.copy(), batch.run.content))
+            keys = batch.run.keys.copy()
+            still = np.ones((len(self._known), len(keys)), np.bool_)
+            self._remember(rank, Shed(keys, req.keys.copy(), batch.run.content, batch.run.key, still))
         self._start(batch)
         if shed and last:
             self._drain(rank)  # pins may have come back before it was remembered
         return batch.report
 
-    def write_back(self, landed: Landed, tier: int) -> None:
+    def promote(self, landed: Landed, tier: int) -> None:
         """Bring records that came from a lower tier to those above it as well."""
         rank, search = landed.search.rank, landed.search
-        above, end = self._known[:tier], int(landed.numbers[-1]) + 1
+        above = [number for number in range(tier) if self._policies[number].promote]
+        end = int(landed.numbers[-1]) + 1
         if not above or not landed.held:
             return
         content = search.record_content(end) if self._tell else None
         pages = search.hold.pages[: end * self._step].reshape(end, self._step)
-        run = Run(search.records[:end], pages, rank.pool.generation[pages[:, -1]], content)
-        now = self._clock()
+        run = Run(
+            search.records[:end], pages, rank.pool.generation[pages[:, -1]], content, key=search.ask.key
+        )
+        now, came = self._clock(), np.zeros(end, np.bool_)
+        came[landed.numbers] = True
         with self._lock:
-            todo = np.zeros((len(self._known), end), np.bool_)
-            for number, known in enumerate(above):
-                mine = known.of(rank).missing(run.last, run.generations, now, retry=False)
-                todo[number, landed.numbers] = mine[landed.numbers]
-            batch = self._made(rank, run, todo, [SaveClass.WRITE_BACK] * len(self._known), budgeted=True)
+            plan = self._plan(end)
+            for number in above:
+                missing = self._known[number].of(rank).missing(run.last, run.generations, now, retry=False)
+                plan.of(number)[:] = missing & came
+            batch = self._made(rank, run, plan, [SaveClass.WRITE_BACK] * len(self._known), budgeted=True)
+        self._expected.pass_on()
         if batch is not None:
             self._start(batch)
 
@@ -218,67 +213,81 @@ class Sealer:
         # What it began with, and what a seal before has dealt with, is looked at again in the end.
         seen = self._sealed.get(req, req.hit_tokens // size)
         first = 0 if last or handoff is not None else min(count, seen)
-        run = Run(keys, pages, rank.pool.generation[pages[first:, -1]], content, first)
+        generations = rank.pool.generation[pages[first:, -1]]
+        run = Run(keys, pages, generations, content, first, self._key_of(req.scope))
         batch = self._planned(rank, run, cls, handoff, retry=last)
         if handoff is None:
-            self._sealed[req] = count if batch is None or not batch.shed else first
+            self._sealed[req] = count if batch is None or not batch.shed_pages else first
         return batch
 
+    def _plan(self, pages: int) -> Plan:
+        shape = len(self._known), pages
+        return Plan(np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), self._relays.targets)
+
     def _planned(
-        self, rank: Rank, run: Run, cls: SaveClass, handoff: str | None, *, retry: bool
+        self,
+        rank: Rank,
+        run: Run,
+        cls: SaveClass,
+        handoff: str | None,
+        *,
+        retry: bool,
+        still: NDArray[np.bool_] | None = None,
     ) -> Batch | None:
         now, classes = self._clock(), [cls] * len(self._known)
-        todo = np.zeros((len(self._known), len(run.generations)), np.bool_)
+        plan = self._plan(len(run.generations))
         named, owed = None, list[NDArray[np.bool_]]()
         if handoff is not None:
             named, owed = self.handoffs.begin(handoff, run.keys)
         for number, known in enumerate(self._known):
             if handoff is not None and number in self._visible:
-                todo[number] = owed[self._visible.index(number)]
+                # Where another process looks, it has to be at once: straight from the device.
+                plan.save[number] = owed[self._visible.index(number)]
                 continue
             if handoff is not None:
                 classes[number] = SaveClass.CACHEABLE  # a private tier keeps nothing for others
-            todo[number] = known.of(rank).missing(run.last, run.generations, now, retry=retry)
+            plan.of(number)[:] = known.of(rank).missing(run.last, run.generations, now, retry=retry)
+        if still is not None:
+            np.logical_and(plan.save, still, out=plan.save)
         budgeted = cls is not SaveClass.HANDOFF  # C5
-        return self._made(rank, run, todo, classes, budgeted=budgeted, handoff=named)
+        return self._made(rank, run, plan, classes, budgeted=budgeted, handoff=named)
 
     def _made(
         self,
         rank: Rank,
         run: Run,
-        todo: NDArray[np.bool_],
+        plan: Plan,
         classes: Sequence[SaveClass],
         *,
         budgeted: bool,
         handoff: Handoff | None = None,
     ) -> Batch | None:
         """Choose what may be pinned, pin it (C1), and mark it as being saved; None if there is nothing."""
-        rows = np.flatnonzero(todo.any(axis=0))
-        if not len(rows):
-            return None
-        budget = self._budgets[rank.name]
-        fits = min(len(rows), budget.left // self._step) if budgeted else len(rows)
-        shed, rows = len(rows) - fits, rows[:fits]
-        numbers = rows + run.first
-        batch = Batch(rank, run, numbers, todo[:, rows], classes, budgeted, handoff, shed=shed)
-        rank.pool.pin(batch.pages)
-        if budgeted:
-            budget.take(batch.pages)
-        for number, known in enumerate(self._known):
-            mine = batch.of(number)
-            if len(mine):
-                generations = run.generations[rows[mine]]
-                begun = known.of(rank).begin(batch.blocks[mine, -1], run.keys[numbers[mine]], generations)
-                batch.savings[number] = begun
-        self._open[batch] = None
+        left = self._budgets[rank.name].left // self._step if budgeted else None
+        batch = chosen(rank, run, plan.save, classes, self._saving, left=left, handoff=handoff)
+        if batch is not None:
+            rank.pool.pin(batch.pages)
+            if budgeted:
+                self._budgets[rank.name].take(batch.pages)
+            for number, known in enumerate(self._known):
+                mine = batch.of(number)
+                if len(mine):
+                    generations = run.generations[batch.numbers[mine] - run.first]
+                    keys = run.keys[batch.numbers[mine]]
+                    batch.savings[number] = known.of(rank).begin(batch.blocks[mine, -1], keys, generations)
+                    if handoff is None:
+                        self._saving.take(number, len(mine))
+            self._open[batch] = None
+        for number in plan.back:
+            self._expected.add(number, rank, run, np.flatnonzero(plan.relay[number]))
         return batch
 
     # Saving
 
     def _start(self, batch: Batch) -> None:
         self._tally.count("pages_sealed", len(batch.pages))
-        if batch.shed:
-            self._tally.count("pages_not_saved_shed", batch.shed * self._step)
+        if batch.shed_pages:
+            self._tally.count("pages_not_saved_shed", batch.shed_pages)
         if batch.handoff is not None:
             self.handoffs.watch(batch.handoff, batch.report)
         now, workers = self._clock(), self._workers[batch.rank.name]
@@ -290,9 +299,10 @@ class Sealer:
                 saving.keys,
                 batch.blocks[batch.of(number)],
                 cls,
-                now + SAVE_DEADLINE_S,
+                now + self._policies[number].save_deadline_s,
                 batch.after,
                 handoff=batch.handoff.name if batch.handoff and cls is SaveClass.HANDOFF else None,
+                key=batch.run.key,
             )
             outcomes.append(op.map(partial(self._saved, batch, number, now)))
         # C12: all copies are awaited before anything is released
@@ -300,8 +310,13 @@ class Sealer:
 
     def _saved(self, batch: Batch, number: int, begun: float, verdict: Verdict) -> None:
         """One tier has answered; whatever goes wrong here, the save has its terminal (R8)."""
+        rows = batch.of(number)
+        if batch.handoff is None:
+            with self._lock:
+                self._saving.give(number, len(rows))
         try:
             self._booked(batch, number, begun, verdict)
+            self._relays.arrived(number, batch.savings[number].keys, verdict.codes == Code.OK)
         except Exception as error:  # noqa: BLE001 - reported; pins must come back
             self._tally.count("faults")
             report_uncaught(error)
@@ -335,22 +350,27 @@ class Sealer:
         batch.report.settle(report)
         if retry is not None:
             self._start(retry)
-        self._drain(batch.rank)
+        # What a tier has room for again may be another rank's.
+        for rank in self._ranks if self._saving.limited else (batch.rank,):
+            self._drain(rank)
 
     def _once_more(self, batch: Batch) -> Batch | None:
         """Records that failed although their request was retired meanwhile: tried again, once (C4)."""
         if not batch.again.any():
             return None
-        todo = np.zeros((len(self._known), len(batch.run.generations)), np.bool_)
-        todo[:, batch.numbers - batch.run.first] = batch.again
+        plan = self._plan(len(batch.run.generations))
+        for number in range(len(self._known)):
+            plan.of(number)[batch.numbers - batch.run.first] = batch.again[number]
         with self._lock:
             self._tally.count("pages_tried_again", int(batch.again.any(axis=0).sum()) * self._step)
             classes = [SaveClass.CACHEABLE] * len(self._known)
-            return self._made(batch.rank, batch.run, todo, classes, budgeted=False)
+            made = self._made(batch.rank, batch.run, plan, classes, budgeted=False)
+        self._expected.pass_on()
+        return made
 
     # What was shed
 
-    def _remember(self, rank: Rank, item: _Shed) -> None:
+    def _remember(self, rank: Rank, item: Shed) -> None:
         with self._lock:
             line = self._shed[rank.name]
             line.append(item)
@@ -368,14 +388,16 @@ class Sealer:
                 self._draining.add(rank.name)
                 item = line[0]
             try:
-                left = self._try_shed(rank, item)
+                left, begun = self._try_shed(rank, item)
             finally:
                 with self._lock:
                     self._draining.discard(rank.name)
+            if left and not begun:
+                return  # until a tier has room again
             if not left and self._forgotten(rank, item):
                 item.end()
 
-    def _forgotten(self, rank: Rank, item: _Shed) -> bool:
+    def _forgotten(self, rank: Rank, item: Shed) -> bool:
         with self._lock:
             line = self._shed[rank.name]
             if line and line[0] is item:
@@ -383,24 +405,28 @@ class Sealer:
                 return True
         return False
 
-    def _try_shed(self, rank: Rank, item: _Shed) -> bool:
-        """Save what is resident of it; whether something is still left to try."""
+    def _try_shed(self, rank: Rank, item: Shed) -> tuple[bool, bool]:
+        """Save what is resident of it; whether something is still left to try, and whether anything began."""
         with rank.pool.match(item.page_keys) as hold:
             count, first = min(hold.hit_pages // self._step, len(item.keys)), item.first
-            pages = hold.pages[: count * self._step].reshape(count, self._step).copy()
+            pages, batch = hold.pages[: count * self._step].reshape(count, self._step).copy(), None
             content = item.cut(count, self._keyer.page_tokens)
             generations = rank.pool.generation[pages[first:, -1]]
-            run = Run(item.keys[:count], pages, generations, content, first)
+            run = Run(item.keys[:count], pages, generations, content, first, item.key)
             with self._lock:
-                batch = (
-                    self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True) if count > first else None
-                )
+                if count > first:
+                    still = item.open[:, first:count]
+                    batch = self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True, still=still)
+                left = item.tried(first, batch)
+                if batch is not None and not len(batch.numbers):
+                    del self._open[batch]
+                    batch = None
+        self._expected.pass_on()
         if batch is None:
-            return False
+            return left, False
         self._tally.count("pages_tried_again", len(batch.pages))
-        left, batch.shed = batch.shed > 0, 0
-        if len(batch.numbers):
-            item.first = int(batch.numbers[-1]) + 1
         item.saves.append(batch.report)
+        # They were told of when they were shed first.
+        batch.shed, batch.capped = batch.shed[:0], batch.capped[:0, :0]
         self._start(batch)
-        return left
+        return left, True

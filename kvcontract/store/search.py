@@ -22,6 +22,7 @@ from kvcontract.store.explain import Cut
 from kvcontract.store.policy import CancelToken, ResolvePolicy
 from kvcontract.store.rank import Rank
 from kvcontract.store.workers import Workers
+from kvcontract.tiers.cipher import NO_KEY, KeyId
 
 COLD_MISSES_TO_OPEN: Final = 3
 
@@ -53,6 +54,7 @@ class Ask:
         id: of the resolve; nothing else tells two of them apart (A14).
         deadline: on the loop's clock.
         label: the caller's name for it; only ever shown.
+        key: that records of its scope are encrypted with; None: none is known.
     """
 
     id: int
@@ -65,6 +67,7 @@ class Ask:
     media: Media
     cancel: CancelToken | None = None
     label: str | None = None
+    key: KeyId | None = NO_KEY
 
     @property
     def limit_tokens(self) -> int:

@@ -50,12 +50,16 @@ class KvStore:
         model: the declaration; without findings.
         ranks: one or several; the table is frozen (A26).
         tiers: below the device, fastest first; the store closes them.
-        secret: the fleet's; None: random, which no persistent or shared tier may use.
+        secret: the fleet's, with which keys are derived; None: the one that the persistent and shared tiers
+            keep, or else random.  One that is given must be theirs; where a tier has none yet, it keeps this.
         loop: run on this event loop instead of a thread of the store's own; deadlines are on its clock, also
             those that tiers are given.
         lane: where bytes are copied and checked; None: a thread for each worker.
         options: how it behaves.
         more: options by name, instead.
+
+    Attributes:
+        too_small_tiers: names of tiers that no record of the model fits into: they are left alone (H7).
 
     Raises:
         NotConformant: the declaration has findings, or a lasting tier has no weights to name
@@ -92,6 +96,7 @@ class KvStore:
         self.keyer, self.record_keyer = self._core.keyer, self._core.record_keyer
         self.fingerprint = self._core.fingerprint
         self.max_tp = self._core.max_tp
+        self.too_small_tiers = self._core.too_small
 
     # The three verbs
 
@@ -232,7 +237,7 @@ class KvStore:
     def release_handoff(self, handoff: str) -> None:
         """The other side has its copy, or will not come: records of a handoff may be evicted; idempotent."""
         self._core.sealer.handoffs.forget(handoff)
-        for tier in self._core.tiers:
+        for tier in self._core.all_tiers:
             tier.release_handoff(handoff)
 
     # Residency
@@ -314,7 +319,7 @@ class KvStore:
 
     def tier_stats(self) -> dict[str, dict[str, int]]:
         """Each tier's own counters and gauges."""
-        return {tier.name: tier.stats() for tier in self._core.tiers}
+        return {tier.name: tier.stats() for tier in self._core.all_tiers}
 
     def explain(self, resolve: KvPrefix | int | str) -> Explanation:
         """Why a hit was as long as it was: by its prefix, its id, or the latest of a label (I8).
@@ -398,7 +403,9 @@ class KvStore:
         self._core.refuse_demand(policy)
         deadline, items = self._loop.time() + policy.deadline_s, Media(media, len(ids))
         workers, number = self._core.workers[rank], next(self._numbers)
-        return Ask(number, found, workers, ids, scope or Scope(), policy, deadline, items, cancel, label)
+        given = scope or Scope()
+        key = self._core.key_of(given)
+        return Ask(number, found, workers, ids, given, policy, deadline, items, cancel, label, key)
 
     def _keys(self, tokens: TokenIds, scope: Scope | None, media: Sequence[MediaItem]) -> PageKeys:
         ids, page = token_array(tokens), self.model.page_tokens

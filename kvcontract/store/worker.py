@@ -30,6 +30,7 @@ from kvcontract.memory.repack import compile_program
 from kvcontract.memory.staging import StagingBudget
 from kvcontract.store.chain import Chain, Job, Landing, PageKeys, Shard
 from kvcontract.tiers.base import Clock, Code, Codes, Lease, Op, RecordKeys, Rows, SaveClass, Tier
+from kvcontract.tiers.cipher import NO_KEY, KeyId, RecordCipher
 from kvcontract.tiers.frame import Flaw
 
 BATCH_BYTES: Final = 32 * 2**20
@@ -53,6 +54,7 @@ class Worker:
         clock: what deadlines are measured on.
         staging_bytes: memory that operations may stage through at one time.
         batch_bytes: payload that is moved between two looks at the deadline.
+        cipher: of what leaves the process; None: nothing is encrypted.
 
     Attributes:
         parts: what can be saved and loaded.
@@ -74,7 +76,9 @@ class Worker:
         clock: Clock = time.monotonic,
         staging_bytes: int = STAGING_BYTES,
         batch_bytes: int = BATCH_BYTES,
+        cipher: RecordCipher | None = None,
     ) -> None:
+        self._cipher = cipher
         self.parts = parts(model)
         self.faults: deque[Exception] = deque(maxlen=_KEPT_FAULTS)
         missing = [part.space for part in self.parts if part.space not in bindings]
@@ -138,6 +142,7 @@ class Worker:
         after: Callable[[], object] | None = None,
         *,
         handoff: str | None = None,
+        key: KeyId = NO_KEY,
     ) -> Op:
         """Save pages to a tier; never raises.
 
@@ -152,6 +157,7 @@ class Worker:
             deadline: no batch is begun after it.
             after: waits until the pages have been written (C2); called once, in the lane.
             handoff: see `Tier.save`.
+            key: that the payloads are encrypted with.
 
         Returns:
             u8[n] of `Code`, a record's being OK only if all its shards are, else the worst of them (E3).
@@ -160,16 +166,21 @@ class Worker:
         if len(blocks) != len(page_keys):
             return self._refused("save", len(page_keys), f"{len(blocks)} blocks for {len(page_keys)} pages")
         shards = [shard for shard in self._shards[part.name] if shard.writes]
+        cipher = self._cipher if key != NO_KEY else None
 
         def issue(landing: Landing, pages: slice, _column: int) -> Op:
             shard = landing.shard
             landing.gather()
-            keys = shard.keys(page_keys[pages])
-            landing.headers = shard.template.encode(keys, landing.sums(np.arange(len(keys))))
+            keys, seals = shard.keys(page_keys[pages]), None
+            if cipher is not None:
+                size, identity = shard.record.payload_bytes, shard.template.fingerprint
+                seals = cipher.seal(key, keys, identity, landing.address[:, 0], size)
+            landing.headers = shard.template.encode(keys, landing.sums(np.arange(len(keys))), seals)
             return tier.save(keys, landing.buffers(), cls, deadline, handoff=handoff)
 
         ids = np.asarray(blocks, np.int64)
-        return self._start(Job("save", shards, ids, deadline, issue, after=after or _at_once))
+        job = Job("save", shards, ids, deadline, issue, after=after or _at_once, staged=cipher is not None)
+        return self._start(job)
 
     def load(
         self,
@@ -182,6 +193,7 @@ class Worker:
         deadline: float,
         *,
         only: Sequence[int] | None = None,
+        clear: bool | None = None,
     ) -> Op:
         """Load pages from a tier and check every byte of them (E7); never raises.
 
@@ -197,10 +209,13 @@ class Worker:
             blocks: int[n], where to put them, none twice; [n, pages] if a record has several, 0: left out.
             deadline: no batch is begun after it.
             only: numbers of the shards to read, in the order of `reads(part)`; None: all of them.
+            clear: whether records in the clear are taken, from a tier whose records are encrypted; None: its
+                records are not.
 
         Returns:
             u8[n] of `Code`; bytes of the pages of one that is not OK are undefined.
         """
+        # long: the arguments, one a line, and what they mean
         every, count = self._shards[part.name], len(page_keys)
         shards = [shard for shard in every if only is None or shard.record.shard in only]
         ids = np.asarray(blocks, np.int64)
@@ -212,7 +227,7 @@ class Worker:
             return tier.load(lease, table[pages, column], landing.buffers(), deadline)
 
         def check(landing: Landing, pages: slice, column: int, codes: Codes) -> Codes:
-            codes = self._checked(landing, page_keys[pages], codes)
+            codes = self._checked(landing, page_keys[pages], codes, clear)
             damaged = table[pages, column][codes == Code.CORRUPT]
             if len(damaged):
                 tier.discard(lease, damaged)
@@ -220,10 +235,13 @@ class Worker:
             landing.scatter(good)
             return codes
 
-        return self._start(Job("load", shards, ids, deadline, issue, check))
+        return self._start(Job("load", shards, ids, deadline, issue, check, staged=clear is not None))
 
-    def _checked(self, landing: Landing, page_keys: PageKeys, codes: Codes) -> Codes:
-        """Codes with CORRUPT where the bytes that landed are not those that were saved."""
+    def _checked(self, landing: Landing, page_keys: PageKeys, codes: Codes, clear: bool | None) -> Codes:
+        """Codes with CORRUPT where the bytes that landed are not those that were saved.
+
+        A record whose key is not known here is a miss, and stays where it is: others may know the key.
+        """
         codes = codes.copy()
         rows = np.flatnonzero(codes == Code.OK)
         shard = landing.shard
@@ -234,7 +252,27 @@ class Worker:
             if found is not None:
                 codes[rows[at]] = Code.CORRUPT
                 self.count(f"flaw_{found.value}")
+        if clear is not None and self._cipher is not None:
+            rows = np.flatnonzero(codes == Code.OK)
+            for row, found in zip(rows.tolist(), self._opened(landing, page_keys, rows, clear), strict=True):
+                if found is not None:
+                    codes[row] = Code.MISS if found is Flaw.UNKNOWN_KEY else Code.CORRUPT
+                    self.count(f"flaw_{found.value}")
         return codes
+
+    def _opened(self, landing: Landing, page_keys: PageKeys, rows: Rows, clear: bool) -> list[Flaw | None]:
+        """Decrypt records that are whole, where they were staged."""
+        shard, cipher = landing.shard, self._cipher
+        if cipher is None:
+            return [None] * len(rows)
+        return cipher.open(
+            shard.template.seals(landing.headers[rows]),
+            shard.keys(page_keys[rows]),
+            shard.template.fingerprint,
+            landing.address[rows, 0],
+            shard.record.payload_bytes,
+            clear=clear,
+        )
 
     def stats(self) -> dict[str, int]:
         """Gauges (operations, staging_bytes) and counters (pages by verb and code, records by flaw)."""

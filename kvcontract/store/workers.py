@@ -24,6 +24,7 @@ from kvcontract.store.chain import PageKeys
 from kvcontract.store.rank import Rank
 from kvcontract.store.worker import Worker
 from kvcontract.tiers.base import Clock, Code, Codes, Lease, Op, RecordKeys, SaveClass, Tier, record_keys
+from kvcontract.tiers.cipher import NO_KEY, KeyId, RecordCipher, leaves
 
 After = Callable[[], object]
 """Waited for, on a worker's lane, before its first byte is read (C2)."""
@@ -67,9 +68,11 @@ class Workers:
         max_tp: largest degree of tensor parallelism that may share the records.
         lane: where all of them copy and check; None makes a thread for each.
         clock: what deadlines are measured on.
+        cipher: of what leaves the process; None: nothing is encrypted.
 
     Attributes:
         columns: shards of one record.
+        shard_bytes: of each of them, frame included.
         record_pages: pages that it spans.
         saved_record_bytes, loaded_record_bytes: of all shards, as often as they are written, or read.
 
@@ -79,16 +82,25 @@ class Workers:
     """
 
     def __init__(
-        self, model: KvModel, part: Part, rank: Rank, *, max_tp: int, lane: Lane | None, clock: Clock
+        self,
+        model: KvModel,
+        part: Part,
+        rank: Rank,
+        *,
+        max_tp: int,
+        lane: Lane | None,
+        clock: Clock,
+        cipher: RecordCipher | None = None,
     ) -> None:
         self.part = part
+        self._cipher = cipher
         self.columns = part.shards(max_tp)
         self.record_pages = model.record_pages
         with ExitStack() as undo:
             self._workers: list[Worker] = []
             for number, memory in enumerate(rank.memory):
                 held = layout(model, number, rank.tp)
-                made = Worker(model, held, memory, max_tp=max_tp, lane=lane, clock=clock)
+                made = Worker(model, held, memory, max_tp=max_tp, lane=lane, clock=clock, cipher=cipher)
                 self._workers.append(made)
                 undo.callback(made.close, clock())
             self._reads = [np.array(worker.reads(part), np.int64) for worker in self._workers]
@@ -100,7 +112,7 @@ class Workers:
                     f" {self.columns} (max_tp {max_tp}); each must be written by exactly one"
                 )
             undo.pop_all()
-        sizes = [self._record_bytes(shard) for shard in range(self.columns)]
+        sizes = self.shard_bytes = tuple(self._record_bytes(shard) for shard in range(self.columns))
         self.saved_record_bytes = sum(sizes)
         self.loaded_record_bytes = sum(sizes[shard] for reads in self._reads for shard in reads.tolist())
 
@@ -137,21 +149,36 @@ class Workers:
         after: After | None = None,
         *,
         handoff: str | None = None,
+        key: KeyId | None = NO_KEY,
     ) -> Pending[Verdict]:
         """Every worker saves its share; arguments are those of `Worker.save`, blocks int[n, record_pages].
 
-        `after` is waited for by each worker that writes, on its own lane.
+        `after` is waited for by each worker that writes, on its own lane.  Where the tier's records are to be
+        encrypted and no key is known (`key` is None), nothing is saved.
         """
+        used = key if self._encrypts(tier) else NO_KEY
+        if used is None:
+            refused = np.full((len(self._workers), len(page_keys)), Code.REFUSED, np.uint8)
+            return Pending.of(Verdict(refused[0], refused))
         blocks = self._shaped(blocks)
         ops = [
-            worker.save(tier, self.part, page_keys, blocks, cls, deadline, after, handoff=handoff)
+            worker.save(tier, self.part, page_keys, blocks, cls, deadline, after, handoff=handoff, key=used)
             for worker in self._writers
         ]
         numbers = [self._workers.index(worker) for worker in self._writers]
         return all_of(ops).map(lambda codes: self._verdict(len(page_keys), numbers, codes))
 
+    def _encrypts(self, tier: Tier) -> bool:
+        return self._cipher is not None and leaves(tier.capabilities)
+
     def load(
-        self, sources: Sequence[Source], page_keys: PageKeys, blocks: Blocks, deadline: float
+        self,
+        sources: Sequence[Source],
+        page_keys: PageKeys,
+        blocks: Blocks,
+        deadline: float,
+        *,
+        key: KeyId | None = NO_KEY,
     ) -> Pending[Verdict]:
         """Every worker loads its share; settles once all have (C12).
 
@@ -160,26 +187,36 @@ class Workers:
             page_keys: uint64[n, 2], names of the records.
             blocks: int[n, record_pages], where the pages are to lie, none twice; see `Worker.load`.
             deadline: no batch is begun after it.
+            key: that the pages' scope writes with; where it has one, records in the clear are not taken.
         """
         blocks, ops = self._shaped(blocks), list[Op]()
         who: list[tuple[int, NDArray[np.int64]]] = []
         every = np.arange(len(page_keys))
         for source in sources:
+            clear = key == NO_KEY if self._encrypts(source.tier) else None
             if (source.rows >= 0).all():
                 for number, worker in enumerate(self._workers):
                     rows = source.rows[:, self._reads[number]].ravel()
-                    ops.append(
-                        worker.load(source.tier, source.lease, rows, self.part, page_keys, blocks, deadline)
+                    op = worker.load(
+                        source.tier,
+                        source.lease,
+                        rows,
+                        self.part,
+                        page_keys,
+                        blocks,
+                        deadline,
+                        clear=clear,
                     )
+                    ops.append(op)
                     who.append((number, every))
                 continue
-            for number, pages, op in self._pieces(source, page_keys, blocks, deadline):
+            for number, pages, op in self._pieces(source, page_keys, blocks, deadline, clear):
                 ops.append(op)
                 who.append((number, pages))
         return all_of(ops).map(lambda codes: self._merged(len(page_keys), who, codes))
 
     def _pieces(
-        self, source: Source, page_keys: PageKeys, blocks: Blocks, deadline: float
+        self, source: Source, page_keys: PageKeys, blocks: Blocks, deadline: float, clear: bool | None
     ) -> list[tuple[int, NDArray[np.int64], Op]]:
         """Loads of a tier that has only some of the records: one for each worker and shard."""
         found = []
@@ -190,7 +227,15 @@ class Workers:
             rows, keys, where = source.rows[pages, shard], page_keys[pages], blocks[pages]
             for number in self.readers(shard):
                 op = self._workers[number].load(
-                    source.tier, source.lease, rows, self.part, keys, where, deadline, only=(shard,)
+                    source.tier,
+                    source.lease,
+                    rows,
+                    self.part,
+                    keys,
+                    where,
+                    deadline,
+                    only=(shard,),
+                    clear=clear,
                 )
                 found.append((number, pages, op))
         return found

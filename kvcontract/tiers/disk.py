@@ -153,14 +153,21 @@ class DiskTier:
         """Names in the directory that are not ours; they are left alone."""
         return self._store.home.foreign
 
-    @property
-    def secret(self) -> FleetSecret:
-        """The fleet's secret that is kept with the store, made when it is first asked for.
+    def kept_secret(self) -> FleetSecret | None:
+        """The fleet's secret that lies with the records, mode 0600; None: nobody has made one.
 
         Raises:
-            UsageFault: the file can be read by others, or holds something else.
+            UsageFault: others may read the file, or it holds something else.
         """
-        return self._store.secret()
+        return self._store.secret(create=False)
+
+    def keep_secret(self, secret: FleetSecret) -> FleetSecret:
+        """Keep a secret, unless there is one already; returns the one that is kept.
+
+        Raises:
+            UsageFault: as `kept_secret`.
+        """
+        return self._store.secret(create=secret) or secret
 
     @property
     def capabilities(self) -> Capabilities:

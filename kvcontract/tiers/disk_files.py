@@ -45,7 +45,7 @@ BLOCK_BYTES: Final = 4096
 STAGE_BYTES: Final = 2**20
 FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 MAGIC: Final = b"\x89KVDS\r\n\x1a"
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 _FIXED: Final = struct.Struct(f"<8sHHIQI{RECORD_KEY_BYTES}s15x")
 _SUM: Final = struct.Struct("<I")

@@ -386,9 +386,10 @@ class DiskStore:
 
     # The whole
 
-    def secret(self) -> FleetSecret:
-        """The fleet's secret that is kept with the store, made when it is first asked for."""
-        return FleetSecret.of_file(self.home.path / SECRET, create=True)
+    def secret(self, create: bool | FleetSecret) -> FleetSecret | None:
+        """The fleet's secret that is kept with the store; None: there is none, and none is to be made."""
+        path = self.home.path / SECRET
+        return FleetSecret.of_file(path, create=create) if create or path.exists() else None
 
     def figures(self) -> dict[str, int]:
         """Gauges and counters."""

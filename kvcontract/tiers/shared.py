@@ -134,14 +134,21 @@ class SharedTier:
         """The latest unexpected exceptions."""
         return self._ops.faults
 
-    @property
-    def secret(self) -> FleetSecret:
-        """The fleet's secret that lies in the directory, made at first use with mode 0600.
+    def kept_secret(self) -> FleetSecret | None:
+        """The fleet's secret that lies with the records, mode 0600; None: nobody has made one.
 
         Raises:
-            UsageFault: others may read it, or it is no secret.
+            UsageFault: others may read the file, or it holds something else.
         """
-        return self._home.secret
+        return self._home.secret(create=False)
+
+    def keep_secret(self, secret: FleetSecret) -> FleetSecret:
+        """Keep a secret, unless there is one already; returns the one that is kept.
+
+        Raises:
+            UsageFault: as `kept_secret`.
+        """
+        return self._home.secret(create=secret) or secret
 
     @property
     def capabilities(self) -> Capabilities:

@@ -35,7 +35,7 @@ from kvcontract.tiers.base import RECORD_KEY_BYTES, Code
 from kvcontract.tiers.shared_io import read_all, views, write_all
 
 KIND: Final = "kvcontract shared tier"
-FORMAT: Final = 1
+FORMAT: Final = 2
 META_FILE: Final = "store.json"
 GOING, GONE, BAD, TEMP = ".going", ".gone", ".bad", ".tmp-"
 
@@ -95,10 +95,10 @@ class SharedDirectory:
         except OSError as error:
             raise EnvironmentFault(f"the directory {str(path)!r} of a shared tier: {error}") from error
 
-    @property
-    def secret(self) -> FleetSecret:
-        """The fleet's secret, made by whoever asks first."""
-        return FleetSecret.of_file(self.path / "secret", create=True)
+    def secret(self, create: bool | FleetSecret) -> FleetSecret | None:
+        """The fleet's secret; None: there is none, and none is to be made."""
+        path = self.path / "secret"
+        return FleetSecret.of_file(path, create=create) if create or path.exists() else None
 
     @property
     def leases(self) -> str:

@@ -755,11 +755,11 @@ def test_h6_another_format_is_refused_whole(tmp_path: Path) -> None:
     (home / "store.json").write_text(json.dumps(label))
     (home / "index.db").write_bytes(b"of another version")
     before = {path.name: path.read_bytes() for path in home.iterdir()}
-    with pytest.raises(UsageFault, match="format 99; this version reads and writes 1"):
+    with pytest.raises(UsageFault, match="format 99; this version reads and writes 2"):
         tier_of(home, 4)
     for expected in (None, True):
         tier = tier_of(home, 4, fresh=True)
-        assert tier.directory == tmp_path / "store.format1"
+        assert tier.directory == tmp_path / "store.format2"
         assert equal(tier, 1) == [expected]
         save(tier, 1)
         assert tier.close(FOREVER)
@@ -786,8 +786,8 @@ def test_h6_a_store_made_for_something_else_is_refused(tmp_path: Path) -> None:
     [
         ("", "not the label"),
         ("[1]", "not the label"),
-        ('{"kind": "x", "format": 1}', "label of a 'x'"),
-        ('{"kind": "kvcontract disk store", "format": 1}', "not the label"),
+        ('{"kind": "x", "format": 2}', "label of a 'x'"),
+        ('{"kind": "kvcontract disk store", "format": 2}', "not the label"),
     ],
 )
 def test_h6_what_is_no_store_is_not_touched(tmp_path: Path, text: str, why: str) -> None:
@@ -832,26 +832,28 @@ def test_h4_foreign_files_are_left_alone_and_named(tmp_path: Path) -> None:
     assert not (tmp_path / "store.json-1.tmp").exists()
 
 
-def test_the_fleets_secret_is_made_at_first_use(tmp_path: Path) -> None:
+def test_the_fleets_secret_is_kept_once(tmp_path: Path) -> None:
     """The file has mode 0600, is made once, and is refused when others may read it or it is no secret."""
     tier = tier_of(tmp_path, 4)
     file = tmp_path / "secret"
+    assert tier.kept_secret() is None
     assert not file.exists()
-    secret = tier.secret
-    assert tier.secret == secret == FleetSecret.of_file(file)
+    secret = FleetSecret.random()
+    assert tier.keep_secret(secret) == tier.kept_secret() == secret == FleetSecret.of_file(file)
+    assert tier.keep_secret(FleetSecret.random()) == secret
     assert file.stat().st_mode & 0o777 == 0o600
     assert tier.close(FOREVER)
     tier = tier_of(tmp_path, 4)
-    assert tier.secret == secret
+    assert tier.kept_secret() == secret
     assert tier.foreign_files == ()
     file.chmod(0o640)
     with pytest.raises(UsageFault, match="mode 0640; only its owner may read it: chmod 600"):
-        _ = tier.secret
+        tier.kept_secret()
     file.chmod(0o600)
     for text in ("", "zz", "ab" * 15):
         file.write_text(text)
         with pytest.raises(UsageFault, match="fleet secret"):
-            _ = tier.secret
+            tier.keep_secret(secret)
     assert tier.close(FOREVER)
     with pytest.raises(UsageFault, match="No such file"):
         FleetSecret.of_file(tmp_path / "nowhere" / "secret")

@@ -36,7 +36,7 @@ rank = Rank(BlockPool(pages=pages + 4, page_tokens=PAGE), {"full": binding})
 tier = DiskTier(home, 64 << 20, meta={"max_tp": 8}, direct=False)
 tokens = np.random.default_rng(1).integers(0, 1000, pages * PAGE + 1)
 content = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (pages, PAGE, 2, 2, 8), np.uint8))
-with KvStore(model, [rank], [tier], secret=tier.secret) as store:
+with KvStore(model, [rank], [tier]) as store:
     prefix = store.resolve("0", tokens, Scope(salt="the tenant's salt"), label="it")
     wrong = 0
     if prefix.hold is not None:

@@ -13,6 +13,7 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.memory.checksum import SegmentSums, crc32c, crc32c_iov
 from kvcontract.tiers.base import record_keys
 from kvcontract.tiers.frame import (
+    CLEAR,
     FLAW_MEANING,
     FORMAT,
     MAGIC,
@@ -62,16 +63,20 @@ def test_e7_segments_cut_across_pieces() -> None:
 
 def test_h8_golden_header() -> None:
     """H8: the bytes of a header, field by field; changing them needs another format version."""
-    header = encode(FINGERPRINT, KEY, [1000, 24], [0xDEADBEEF, 7])
-    assert len(header) == header_bytes(2) == 128
-    assert header[:16] == MAGIC + struct.pack("<HHI", FORMAT, 0, 128)
+    seal = bytes(range(200, 236))
+    header = encode(FINGERPRINT, KEY, [1000, 24], [0xDEADBEEF, 7], seal)
+    assert len(header) == header_bytes(2) == 192
+    assert header_bytes(1) == 128
+    assert header[:16] == MAGIC + struct.pack("<HHI", FORMAT, 0, 192)
     assert header[16:32] == FINGERPRINT
     assert header[32:53] == KEY
     assert header[53:56] == bytes(3)
     assert header[56:72] == struct.pack("<QII", 1024, 2, 0)
-    assert header[72:96] == struct.pack("<QIQI", 1000, 0xDEADBEEF, 24, 7)
-    assert header[96:124] == bytes(28)
-    assert header[124:] == struct.pack("<I", _slow_crc32c(header[:124]))
+    assert header[72:108] == seal
+    assert header[108:132] == struct.pack("<QIQI", 1000, 0xDEADBEEF, 24, 7)
+    assert header[132:188] == bytes(56)
+    assert header[188:] == struct.pack("<I", _slow_crc32c(header[:188]))
+    assert encode(FINGERPRINT, KEY, [1000, 24], [1, 2])[72:108] == CLEAR == bytes(36)
 
 
 segments = st.lists(st.tuples(st.integers(1, 2**40), st.integers(0, 2**32 - 1)), min_size=1, max_size=20)
@@ -130,7 +135,7 @@ def test_h8_reasons_are_told_apart() -> None:
     assert flaw(b"PNG" + header[3:]) is Flaw.FOREIGN
     assert flaw(header[:12]) is Flaw.TRUNCATED
     assert flaw(header[:-1]) is Flaw.TRUNCATED
-    assert flaw(header[:8] + b"\2\0" + header[10:]) is Flaw.OTHER_FORMAT
+    assert flaw(header[:8] + b"\1\0" + header[10:]) is Flaw.OTHER_FORMAT
     assert flaw(header[:70] + b"\1" + header[71:]) is Flaw.CORRUPT_HEADER
     assert flaw(header, fingerprint=bytes(16)) is Flaw.OTHER_FINGERPRINT
     assert flaw(header, key=bytes(21)) is Flaw.WRONG_KEY

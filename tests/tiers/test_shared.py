@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvcontract import FleetSecret
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import InlineLane, ManualLane, ThreadLane
 from kvcontract.tiers.base import (
@@ -696,9 +697,9 @@ def test_h6_another_agreement_is_refused_with_both_sides(home: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (json.dumps({"kind": "kvcontract shared tier", "format": 2, "id": "x", "meta": {}}), "format 2"),
-        (json.dumps({"kind": "disk", "format": 1}), "'disk'"),
-        (json.dumps({"kind": "kvcontract shared tier", "format": 1, "id": "x"}), "other fields"),
+        (json.dumps({"kind": "kvcontract shared tier", "format": 1, "id": "x", "meta": {}}), "format 1"),
+        (json.dumps({"kind": "disk", "format": 2}), "'disk'"),
+        (json.dumps({"kind": "kvcontract shared tier", "format": 2, "id": "x"}), "other fields"),
         ("{", "describes no store"),
         ("[]", "describes no store"),
     ],
@@ -727,7 +728,7 @@ def test_founders_at_the_same_time_agree(home: Path) -> None:
     def found() -> None:
         gate.wait()
         tier = tier_of(home, 16, meta={"max_tp": 8})
-        secrets.add(tier.secret.value)
+        secrets.add(tier.keep_secret(FleetSecret.random()).value)
         made.append(tier)
 
     threads = [threading.Thread(target=found) for _ in range(8)]
@@ -746,7 +747,7 @@ def test_founders_at_the_same_time_agree(home: Path) -> None:
 def test_d4_no_text_of_a_caller_reaches_the_directory(home: Path) -> None:
     """D4: names of handoffs are hidden; the directory is its owner's alone."""
     tier = tier_of(home, 4)
-    _ = tier.secret
+    tier.keep_secret(FleetSecret.random())
     hand_off(tier, "request of Alice", 1)
     tier.lookup(keys_of(1), FOREVER).on_done(Lease.release)
     paths = list(home.rglob("*"))

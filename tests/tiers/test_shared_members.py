@@ -155,7 +155,7 @@ pool = BlockPool(9, 4)
 binding = Binding.allocate(layout(model).space("full"), 9)
 [view] = binding.views.values()
 tier = SharedTier(Path(sys.argv[1]), 1 << 20, meta={"max_tp": 8})
-store = KvStore(model, [Rank(pool, {"full": binding})], [tier], secret=tier.secret, save_budget=1.0)
+store = KvStore(model, [Rank(pool, {"full": binding})], [tier], save_budget=1.0)
 if sys.argv[2] == "write":
     req = admit(pool, prompt_tokens=prompt, max_new_tokens=2, keyer=store.keyer, scope=Scope())
     chunk = req.schedule_prefill(32)

@@ -244,6 +244,7 @@ def wait(world: World, action: Action) -> bool:
         deadline=world.now + deadline_s,
         begun=world.step,
         saves=tuple(item for item in node.saves if not item.report.done),
+        relays=node.relays(),
         acknowledged=durable,
         resets={front.name: front.resets for front in node.fronts},
     )

@@ -50,6 +50,10 @@ def _seconds(value: Any) -> str | None:
     return None if fits else f"seconds above 0, at most {_MOST_S:g}"
 
 
+def _seconds_or_0(value: Any) -> str | None:
+    return None if type(value) in (int, float) and 0 <= value <= _MOST_S else f"seconds, at most {_MOST_S:g}"
+
+
 def _share(value: Any) -> str | None:
     return None if type(value) in (int, float) and 0 < value <= 1 else "a share above 0, at most 1"
 
@@ -117,6 +121,9 @@ _TIER_SETTING: Final[Mapping[str, Check]] = {
     "shared": _SWITCH,
     "telling": _SWITCH,
     "pages": _number(0, MOST_PAGES),
+    "back": _SWITCH,
+    "load_s": _seconds_or_0,
+    "saving": _number(0, MOST_PAGES),
 }
 
 
@@ -165,6 +172,9 @@ def setting_faults(setting: Any) -> Iterator[str]:
             yield _wrong(f"setting.degrees[{number}]", degree, expected)
     for number, tier in enumerate(lists["tiers"]):
         yield from _faults(f"setting.tiers[{number}]", tier, _TIER_SETTING)
+    top = lists["tiers"][:1]
+    if top and isinstance(top[0], dict) and top[0].get("back") is True:
+        yield _wrong("setting.tiers[0].back", True, "false: there is no tier above it")
     names = [str(tier.get("name")) for tier in lists["tiers"] if isinstance(tier, dict)]
     if len(set(names)) < len(names):
         yield _wrong("setting.tiers", names, "names of their own")

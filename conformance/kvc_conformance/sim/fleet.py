@@ -43,7 +43,7 @@ TERMINALS: Final = (
     *("reset done", "reset not done", "close drained", "close leaked"),
     *("admission ok", "admission later", "admission never", "step ok", "step reverted"),
     *("request retired", "request released", "request preempted", "resume ok", "resume later"),
-    *("restored", "not restored"),
+    *("restored", "not restored", "relay ok", "relay failed", "relay lost"),
 )
 """Every way in which something can end."""
 

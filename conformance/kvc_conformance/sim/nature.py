@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvc_conformance.sim.node import Front, Node
+from kvc_conformance.sim.node import Front, Node, relayed
 from kvc_conformance.sim.watch import SLACK_S
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import ManualLane
+from kvcontract.tiers.base import key_bytes
 from kvcontract.tiers.fault import FAULTS_OF, Fault, FaultKind
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def crash(world: World, action: Action) -> bool:
             continue
         for at, call in enumerate(calls):
             if call.verb == "save" and call.buffers is not None and _bit(mask, at):
+                if relayed(call):
+                    front.inner.doubtful.update(node.tainted.intersection(key_bytes(call.keys)))
                 front.inner.save(call.keys, call.buffers, call.cls, math.inf, handoff=call.handoff)
         unflushed = sorted(front.inner.kept - front.inner.durable)
         front.inner.drop([name for at, name in enumerate(unflushed) if _bit(mask, at + 1)])

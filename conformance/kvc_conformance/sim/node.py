@@ -20,11 +20,14 @@ from kvcontract.memory.match import holds
 from kvcontract.pool.index import Keys
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.request import RequestKv
+from kvcontract.store.core import StoreOptions
 from kvcontract.store.marks import names_of
 from kvcontract.store.policy import CancelToken, KvPrefix, ResolvePolicy
 from kvcontract.store.rank import Rank
+from kvcontract.store.relay import Stage
 from kvcontract.store.saves import SealReport
 from kvcontract.store.store import KvStore
+from kvcontract.store.tier_policy import SAVE_DEADLINE_S, TierPolicy
 from kvcontract.tiers.base import (
     RECORD_KEY,
     Buffers,
@@ -41,6 +44,8 @@ from kvcontract.tiers.fault import Call, FaultTier, TellingFaultTier
 from kvcontract.tiers.frame import header_bytes
 
 AMPLE_BYTES: Final = 1 << 20
+
+_NOT_RELAYED: Final = ("pages_not_relayed_", "pages_not_to_relay_")
 
 Clock = Callable[[], float]
 
@@ -213,6 +218,7 @@ class Waited:
     deadline: float
     begun: int
     saves: Sequence[Saved]
+    relays: Sequence[Pending[Any]]
     acknowledged: dict[str, dict[bytes, int]]
     resets: dict[str, int]
     cancelled: bool = False
@@ -233,6 +239,7 @@ class Node:
         landing: shards that have come, of each record that is being loaded.
         landed: records of which the last one has just come.
         unasked: `not_asked` when records began to be owed.
+        tainted: records that a relay has read, and not as they were saved.
     """
 
     def __init__(
@@ -258,6 +265,7 @@ class Node:
             secret=SECRET,
             loop=loop,
             lane=self.lane,
+            options=StoreOptions(tiers={item.name: policy(prompts, item) for item in setting.tiers}),
             save_budget=setting.save_budget,
             max_tp=max(prompts.degrees),
         )
@@ -269,6 +277,7 @@ class Node:
         self.landing: dict[bytes, int] = {}
         self.landed: list[bytes] = []
         self.unasked = 0
+        self.tainted: set[bytes] = set()
         self.cache = self.keep = True
 
     def _front(self, setting: TierSetting, shelves: dict[str, Shelf], clock: Clock) -> Front:
@@ -288,9 +297,14 @@ class Node:
         return [asked for asked in self.asked.values() if not asked.task.done()]
 
     def not_asked(self) -> int:
-        """Pages whose save has ended before any tier was asked."""
+        """Pages whose save has ended before the tier was asked."""
         counters = self.store.stats().counters
-        return counters.get("pages_not_saved_expired", 0) + counters.get("pages_not_saved_refused", 0)
+        found = counters.get("pages_not_saved_expired", 0) + counters.get("pages_not_saved_refused", 0)
+        return found + sum(count for name, count in counters.items() if name.startswith(_NOT_RELAYED))
+
+    def relays(self) -> tuple[Pending[Any], ...]:
+        """Relays that have not ended."""
+        return self.store._core.relays.pending  # noqa: SLF001 - no caller waits for them but through barriers
 
     def leases(self) -> int:
         """Leases on records of the tiers that nobody has released."""
@@ -301,7 +315,7 @@ class Node:
         found: set[bytes] = set()
         for front in self.fronts:
             for call in front.calls:
-                if call.verb == "save" and not call.ghost:
+                if call.verb == "save" and not call.ghost and not relayed(call):
                     for record in record_names(call.keys):
                         found.update(names_of(self.prompts.pages_of(record)) or [record])
         return found
@@ -310,13 +324,29 @@ class Node:
         """How often each record is being read from a tier."""
         counted: Counter[bytes] = Counter()
         for call in front.calls:
-            if call.verb == "load":
+            if call.verb == "load" and not relayed(call):
                 counted.update(key_bytes(call.keys))
         return counted
 
     def right(self, item: Live | Asked, pages: Sequence[int], tokens: int) -> bool:
         """Whether the first tokens of a stream lie on these pages, for every worker."""
         return all(memory.right(pages, item.stream, item.scope, tokens) for memory in self.memory[item.rank])
+
+
+def relayed(call: Call) -> bool:
+    """Whether a load or save is a relay's, from one tier to the next."""
+    owners = () if call.buffers is None else call.buffers.keepalive
+    return any(isinstance(owner, Stage) for owner in owners)
+
+
+def policy(prompts: Prompts, setting: TierSetting) -> TierPolicy:
+    """How a store uses a tier."""
+    return TierPolicy(
+        write="back" if setting.back else "through",
+        most_saving_bytes=setting.saving * record_bytes(prompts) or None,
+        load_deadline_s=setting.load_s or None,
+        save_deadline_s=SAVE_DEADLINE_S,
+    )
 
 
 def readers(prompts: Prompts, tp: int) -> tuple[int, ...]:

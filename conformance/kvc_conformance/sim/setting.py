@@ -13,7 +13,10 @@ AMPLE: Final = 0
 TWO_STORES: Final = 0.3
 TWO_RANKS: Final = 0.2
 PRIVATE_TIER: Final = 0.7
+MIDDLE_TIER: Final = 0.15
 SHARED_TIER: Final = 0.5
+WRITTEN_BACK: Final = 0.4
+LIMITED: Final = 0.25
 TELLING: Final = 0.7
 ROOMY: Final = 0.7
 BY_SCHEDULE: Final = 0.5
@@ -29,12 +32,18 @@ class TierSetting:
         shared: all stores see it, and it outlives them; else each has its own.
         telling: it says what it loses, and can forget.
         pages: records of how many pages it takes; `AMPLE` for any number.
+        back: it is written back from the tier above.
+        load_s: longest time a look-up or load may take; 0: until the resolve's deadline.
+        saving: most pages on their way there; 0: any number.
     """
 
     name: str
     shared: bool
     telling: bool
     pages: int
+    back: bool
+    load_s: float
+    saving: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +73,12 @@ class Setting:
         chosen = tuple(rng.choice(degrees) for _ in range(stores))
         tiers = []
         if rng.random() < PRIVATE_TIER:
-            tiers.append(TierSetting("dram", shared=False, telling=True, pages=_capacity(rng)))
+            tiers.append(_tier(rng, "dram", shared=False, telling=True, top=True))
+            if rng.random() < MIDDLE_TIER:
+                tiers.append(_tier(rng, "disk", shared=False, telling=True, top=False))
         if stores > 1 or not tiers or rng.random() < SHARED_TIER:
-            tiers.append(
-                TierSetting("far", shared=True, telling=rng.random() < TELLING, pages=_capacity(rng))
-            )
+            telling = rng.random() < TELLING
+            tiers.append(_tier(rng, "far", shared=True, telling=telling, top=not tiers))
         return cls(
             degrees=chosen,
             ranks=2 if rng.random() < TWO_RANKS else 1,
@@ -87,6 +97,18 @@ class Setting:
         """Back from `as_json`."""
         tiers = tuple(TierSetting(**item) for item in given["tiers"])
         return cls(**{**given, "degrees": tuple(given["degrees"]), "tiers": tiers})
+
+
+def _tier(rng: Random, name: str, *, shared: bool, telling: bool, top: bool) -> TierSetting:
+    return TierSetting(
+        name,
+        shared=shared,
+        telling=telling,
+        pages=_capacity(rng),
+        back=not top and rng.random() < WRITTEN_BACK,
+        load_s=rng.choice((0.2, 5.0)) if rng.random() < LIMITED else 0.0,
+        saving=rng.randint(1, 6) if rng.random() < LIMITED else 0,
+    )
 
 
 def _capacity(rng: Random) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvc_conformance.sim.node import Asked, Front, Node, Waited, record_names
+from kvc_conformance.sim.node import Asked, Front, Node, Waited, record_names, relayed
 from kvc_conformance.sim.prompts import PARENTS, SCOPES
 from kvcontract.contract.errors import UsageFault
 from kvcontract.store.control import ResetReport
 from kvcontract.store.policy import CancelToken, KvPrefix, ResolvePolicy
+from kvcontract.store.tier_policy import SAVE_DEADLINE_S
 from kvcontract.tiers.base import Code, Codes, key_bytes
 from kvcontract.tiers.fault import Call, Fault
 
@@ -132,6 +134,8 @@ def _reached(world: World, node: Node, number: int, waited: Waited) -> None:
     judge, kind = world.judge, waited.kind
     open_ = sum(not item.report.done for item in waited.saves)
     judge.holds("C8", ok=not open_, text=f"{kind}, and {open_} saves from before have not settled")
+    open_ = sum(not item.done for item in waited.relays)
+    judge.holds("C8", ok=not open_, text=f"{kind}, and {open_} relays from before have not ended")
     flushes = ("landed", "visible", "durable")
     ahead = [
         n for n, item in node.waited.items() if n < number and item.kind in flushes and not item.task.done()
@@ -157,7 +161,8 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
     active = [live for live in node.live.values() if live.begun < waited.begun and not live.req.preempted]
     earlier = [asked for asked in node.asked.values() if asked.begun < waited.begun and not asked.task.done()]
     saves = [item for item in waited.saves if not item.report.done]
-    going = len(active) + len(earlier) + len(saves)
+    relays = [item for item in waited.relays if not item.done]
+    going = len(active) + len(earlier) + len(saves) + len(relays)
     judge.holds("C11", ok=not going, text=f"a reset ran while {going} things from before went on")
     left = sum(pool.gauges().cached for pool in node.pools)
     judge.holds("C11", ok=not left, text=f"a reset ran, and {left} pages are still kept on the device")
@@ -186,17 +191,19 @@ def _look_at_gauges(world: World, node: Node) -> None:
     saving = node.saving()
     if saving:
         judge.holds("C1", ok=pinned >= len(saving), text=f"{pinned} pages pinned, {len(saving)} being saved")
-    if any(call.verb == "load" for front in node.fronts for call in front.calls):
+    calls = [call for front in node.fronts for call in front.calls]
+    if any(call.verb == "load" and not relayed(call) for call in calls):
         judge.holds("A3", ok=reserved > 0, text="a tier is loading, and no pages are kept for it")
     opened, loads = node.open, gauges["loads"]
+    most = sum(item.back for item in world.setting.tiers) if gauges["relays"] else 0
     if not opened and not loads:
         leases = node.leases()
-        judge.holds("A2", ok=not leases, text=f"nobody resolves or loads, and {leases} leases are held")
+        judge.holds("A2", ok=leases <= most, text=f"nobody resolves or loads, and {leases} leases are held")
     elif opened and gauges["waiting_for_room"] == len(opened) and not loads:
         leases = node.leases()
-        judge.holds("A5", ok=not leases, text=f"everybody waits for room, and {leases} leases are held")
+        judge.holds("A5", ok=leases <= most, text=f"everybody waits for room, and {leases} leases are held")
     _look_for_stuck(world, node, opened, gauges)
-    if not gauges["saves"] and not gauges["shed"]:
+    if not gauges["saves"] and not gauges["shed"] and not gauges["relays"]:
         _look_at_owed(world, node)
     _look_at_landed(world, node, loads)
 
@@ -255,9 +262,13 @@ def called(world: World, node: Node, front: Front, call: Call) -> None:
         "A9", ok=world.now <= call.deadline + SLACK_S, text=f"{call.verb} was issued after its deadline"
     )
     if call.verb == "lookup":
-        known = any(math.isclose(call.deadline, asked.deadline) for asked in node.open)
-        judge.holds("A20", ok=known, text="a look-up with a deadline that no resolve has")
-    elif call.verb == "load":
+        limit = world.now + (front.inner.setting.load_s or math.inf)
+        wanted = [min(asked.deadline, limit) for asked in node.open]
+        if any(item.back for item in world.setting.tiers):
+            wanted.append(world.now + SAVE_DEADLINE_S)
+        known = any(math.isclose(call.deadline, deadline) for deadline in wanted)
+        judge.holds("A20", ok=known, text="a look-up with a deadline that neither resolve nor relay has")
+    elif call.verb == "load" and not relayed(call):
         _load_called(world, node, front, call)
 
 
@@ -278,6 +289,8 @@ def _load_called(world: World, node: Node, front: Front, call: Call) -> None:
 
 def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | None, codes: Codes) -> None:
     """A load of a tier has ended."""
+    if relayed(call):
+        return
     late = world.now > call.deadline
     whole = fault is None and bool((np.asarray(codes) == Code.OK).all())
     world.judge.reached(f"load {'ok' if whole else 'failed'}{' late' if late else ''}")
@@ -351,8 +364,23 @@ def _let_go(world: World, node: Node) -> None:
     node.pins.clear()
 
 
+def relays(world: World, node: Node) -> None:
+    """How the relays of a process have ended; it has none any more, or is gone."""
+    ended: Counter[str] = Counter()
+    for name, count in node.store.stats().counters.items():
+        for what in ("pages_to_relay", "pages_relayed", "pages_not_relayed"):
+            ended[what] += count * name.startswith(f"{what}_")
+        world.judge.counts.terminals["relay lost"] += count * name.startswith("relays_lost_")
+    world.judge.counts.terminals["relay ok"] += ended["pages_relayed"]
+    world.judge.counts.terminals["relay failed"] += ended["pages_not_relayed"]
+    begun, left = ended["pages_to_relay"], node.store.gauges()["relays"]
+    told = ended["pages_relayed"] + ended["pages_not_relayed"] + left
+    world.judge.holds("R8", ok=begun == told, text=f"{begun} pages were to be relayed, {told} are told of")
+
+
 def _idle(world: World, node: Node) -> None:
     judge = world.judge
+    relays(world, node)
     gauges = {name: count for name, count in node.store.gauges().items() if count}
     judge.holds("R8", ok=not gauges, text=f"nothing goes on, and still: {gauges}")
     for pool in node.pools:

@@ -20,6 +20,7 @@ from kvc_conformance.sim.node import (
     make_shelf,
     record_names,
     records_of,
+    relayed,
 )
 from kvc_conformance.sim.prompts import Prompts
 from kvc_conformance.sim.setting import AMPLE, Setting
@@ -169,13 +170,19 @@ class World:
 
     def answer(self, node: Node, front: Front, call: Call, fault: Fault | None) -> None:
         """Let a call through, and note what it does to what is known of the tier."""
+        kind = None if fault is None else fault.kind
+        if call.verb == "load" and relayed(call):
+            names = key_bytes(call.keys)
+            sound = set() if kind is not None else set(names) - front.inner.doubtful
+            node.tainted = (node.tainted | set(names)) - sound
         if call.verb == "save":
-            kind = None if fault is None else fault.kind
             written = [name for name in key_bytes(call.keys) if name not in front.inner.kept]
             if kind in (FaultKind.LIE, FaultKind.FLIP):
                 front.inner.doubtful.update(written)
             elif kind is None:
                 front.inner.doubtful.difference_update(written)
+            if relayed(call):
+                front.inner.doubtful.update(node.tainted.intersection(written))
         self.watch(node, front, call, fault)
         front.answer(call, fault)
         front.late.pop(call, None)
