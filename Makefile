@@ -18,7 +18,7 @@ $(READY): pyproject.toml plugins/qwen3/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[hf,crypto,dev]'
 	$(BIN)/python -m pip install --quiet --editable plugins/qwen3
 	touch $(READY)
 
