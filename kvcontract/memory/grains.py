@@ -1,8 +1,9 @@
 """A copy program as a table, so that one kernel moves all arenas of a batch.
 
 A payload is a row of *grains*, the largest pieces of one size that are contiguous on both sides and aligned
-to each other.  Where grain g of a block lies is `address[g] + block * stride[g]`: slices, permutations and
-arenas apart are all the same to the kernel.
+to each other.  Where grain g of a record lies is `address[g] + block * stride[g]`, with the block of the page
+that it belongs to: slices, permutations, arenas apart and records of several pages are all the same to the
+kernel.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ class Runs:
         stride_bytes: of all of them, from block to block.
         wire: int64[r], where each lies in the payload.
         bytes: of each.
+        page: which of the record's pages they belong to.
     """
 
     address: NDArray[np.int64]
     stride_bytes: int
     wire: NDArray[np.int64]
     bytes: int
+    page: int = 0
 
 
 class Grains:
@@ -63,6 +66,8 @@ class Grains:
     Args:
         address: int64[g], where each grain of block 0 lies; 0: nowhere.
         stride: int64[g], bytes from block to block.
+        page: int64[g], which page of the record each belongs to.
+        pages: of a record.
         grain_bytes: of each.
         word_bytes: what addresses and strides are multiples of; 1, 2, 4 or 8.
         device: of the pages.
@@ -72,6 +77,8 @@ class Grains:
         self,
         address: NDArray[np.int64],
         stride: NDArray[np.int64],
+        page: NDArray[np.int64],
+        pages: int,
         grain_bytes: int,
         word_bytes: int,
         device: torch.device,
@@ -80,9 +87,12 @@ class Grains:
         self._words = len(address) * grain_bytes // word_bytes
         self._address = torch.from_numpy(address).to(device)
         self._stride = torch.from_numpy(stride).to(device)
+        self._page, self._pages = torch.from_numpy(page).to(device), pages
 
     @classmethod
-    def of(cls, runs: Iterable[Runs], payload_bytes: int, device: torch.device) -> Grains | None:
+    def of(
+        cls, runs: Iterable[Runs], payload_bytes: int, device: torch.device, pages: int = 1
+    ) -> Grains | None:
         """The table of some runs; None if it would be too long."""
         found = list(runs)
         starts = [int(np.gcd.reduce(run.wire)) for run in found]
@@ -90,33 +100,37 @@ class Grains:
         if payload_bytes // grain > MOST_GRAINS:
             return None
         count = payload_bytes // grain
-        address, stride = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        address, stride, page = (np.zeros(count, np.int64) for _ in range(3))
         for run in found:
             inside = np.arange(run.bytes // grain, dtype=np.int64)
             at = (run.wire[:, None] // grain + inside).ravel()
             address[at] = (run.address[:, None] + inside * grain).ravel()
             stride[at] = run.stride_bytes
+            page[at] = run.page
         steps = math.gcd(grain, int(np.gcd.reduce(address)), int(np.gcd.reduce(stride)))
-        return cls(address, stride, grain, next(size for size in _WORDS if steps % size == 0), device)
+        word = next(size for size in _WORDS if steps % size == 0)
+        return cls(address, stride, page, pages, grain, word, device)
 
     def table(self) -> NDArray[np.int64]:
-        """int64[grains, 2]: where each grain of block 0 lies, or 0, and its bytes from block to block."""
-        return torch.stack([self._address, self._stride], 1).cpu().numpy()
+        """int64[grains, 3]: where each grain of block 0 lies, or 0; bytes from block to block; its page."""
+        return torch.stack([self._address, self._stride, self._page], 1).cpu().numpy()
 
     def move(self, ids: Tensor, wire: Tensor, *, to_wire: bool) -> None:
         """Copy blocks to payloads, or back, on the current stream.
 
         Args:
-            ids: int64[n], blocks that exist; none twice when pages are written.
+            ids: int64[n * pages], blocks that exist, record by record; none twice when pages are written, and
+                0 for a page that is left out, where a record has several.
             wire: int64[n], where each payload lies, in multiples of `word_bytes`.
             to_wire: the direction.
         """
         from kvcontract.memory import kernels  # noqa: PLC0415 - only where triton is
 
         tile = TILE_BYTES // self.word_bytes
-        kernels.move[-(-self._words // tile), len(ids)](
+        kernels.move[-(-self._words // tile), len(wire)](
             self._address,
             self._stride,
+            self._page,
             ids,
             wire,
             self._words,
@@ -125,5 +139,6 @@ class Grains:
             WORD=kernels.UNITS[self.word_bytes],
             WORD_BYTES=self.word_bytes,
             TO_WIRE=to_wire,
+            PAGES=self._pages,
             num_warps=8,
         )

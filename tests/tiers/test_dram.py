@@ -200,12 +200,12 @@ def test_a3_running_load_keeps_its_record() -> None:
     saving, loading = InlineLane(), ManualLane()
     tier = tier_of(1, lane=saving)
     save(tier, 1)
-    tier._lane = loading
+    tier._work._lane = loading
     target = np.zeros(BYTES, np.uint8)
     lease = tier.lookup(keys_of(1), FOREVER).value
     op = tier.load(lease, np.array([0]), Buffers.of([target]), FOREVER)
     lease.release()
-    tier._lane = saving
+    tier._work._lane = saving
     assert save(tier, 2) == [Code.FULL]
     loading.drain()
     assert op.value.tolist() == [Code.OK]
