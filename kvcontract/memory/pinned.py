@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from kvcontract.contract.errors import EnvironmentFault
+from kvcontract.memory.slab import Allocate
 
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: for every device of the process
 _HUGE: Final = 2 * 2**20
@@ -38,6 +39,11 @@ def pinned_memory(size_bytes: int) -> Any:
     # The mapping is an argument, so it outlives the lock on it.
     weakref.finalize(buffer, _unpin, start, room).atexit = False
     return buffer
+
+
+def host_memory(device: torch.device | str) -> Allocate | None:
+    """Where memory for records should come from beside pages on a device; None: from anywhere."""
+    return pinned_memory if torch.device(device).type == "cuda" else None
 
 
 def _unpin(start: int, _room: mmap.mmap) -> None:

@@ -14,13 +14,8 @@ from kvcontract.contract.errors import InternalFault
 from kvcontract.core.lane import Line, Urgency
 from kvcontract.core.pending import Pending
 from kvcontract.memory.copy import Blocks, Program
+from kvcontract.memory.host import aligned_memory
 from kvcontract.memory.slab import PAGE_BYTES, Allocate, Holes
-
-
-def aligned_memory(size_bytes: int) -> NDArray[np.uint8]:
-    """Memory that begins at a multiple of PAGE_BYTES, so that a disk takes it as it is."""
-    whole = np.empty(size_bytes + PAGE_BYTES, np.uint8)
-    return whole[-whole.ctypes.data % PAGE_BYTES :][:size_bytes]
 
 
 class Room:
@@ -55,19 +50,19 @@ class Staging:
         self.limit_bytes = limit_bytes
         self._used_bytes = 0
         self._lock = threading.Lock()
-        self._line: Line[tuple[int, Pending[Room]]] = Line()
+        self._line: Line[tuple[int, Pending[Room | Exception]]] = Line()
         self._allocate = allocate
         self._whole: NDArray[np.uint8] | None = None
-        self._holes = Holes(limit_bytes)
+        self._holes = Holes(-(-limit_bytes // PAGE_BYTES) * PAGE_BYTES)
 
     @property
     def used_bytes(self) -> int:
         """Bytes that are given out now."""
         return self._used_bytes
 
-    def take(self, size_bytes: int, urgency: Urgency) -> Pending[Room]:
-        """Ask for memory; settled at once, or in the thread that gives some back."""
-        asked: Pending[Room] = Pending()
+    def take(self, size_bytes: int, urgency: Urgency) -> Pending[Room | Exception]:
+        """Ask for memory, or why there is none; settled at once, or by the thread that gives some back."""
+        asked: Pending[Room | Exception] = Pending()
         with self._lock:
             self._line.push((size_bytes, asked), urgency)
         self._serve()
@@ -89,11 +84,17 @@ class Staging:
         """Give to whoever is next, for as long as there is enough; nobody overtakes."""
         while True:
             with self._lock:
-                room = self._room(self._line.first()[0]) if self._line else None
+                room = self._next()
                 if room is None:
                     return
                 _, asked = self._line.pop()
             asked.settle(room)
+
+    def _next(self) -> Room | Exception | None:
+        try:
+            return self._room(self._line.first()[0]) if self._line else None
+        except Exception as error:  # noqa: BLE001 - for who asked: it is an outcome like others
+            return error
 
     def _room(self, size_bytes: int) -> Room | None:
         alone = self._used_bytes == 0
@@ -101,12 +102,13 @@ class Staging:
             return None
         start = None
         if self._allocate is None:
-            memory = aligned_memory(size_bytes)
+            memory = aligned_memory(size_bytes, PAGE_BYTES)
         elif size_bytes > self.limit_bytes:
             memory = _aligned(self._allocate(size_bytes + PAGE_BYTES), size_bytes)
         else:
             if self._whole is None:
-                self._whole = _aligned(self._allocate(self.limit_bytes + PAGE_BYTES), self.limit_bytes)
+                whole = self._allocate(self.limit_bytes + 2 * PAGE_BYTES)
+                self._whole = _aligned(whole, self.limit_bytes + PAGE_BYTES)
             start = self._holes.take(size_bytes)
             if start is None:
                 return None

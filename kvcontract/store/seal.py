@@ -33,7 +33,8 @@ from kvcontract.store.loads import Landed
 from kvcontract.store.rank import Rank
 from kvcontract.store.saves import NOTHING, Batch, PinBudget, Run, SealReport
 from kvcontract.store.stats import Tally
-from kvcontract.store.workers import After, Verdict, Workers
+from kvcontract.store.worker import After
+from kvcontract.store.workers import Verdict, Workers
 from kvcontract.tiers.base import Clock, Code, SaveClass
 
 __all__ = ["NOTHING", "SealReport", "Sealer"]

@@ -6,7 +6,7 @@ Nothing here is decided twice: the rank asks a tier once for all shards, and han
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,13 +20,10 @@ from kvcontract.contract.wire import Part
 from kvcontract.core.lane import Lane
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.memory.copy import Blocks
-from kvcontract.store.chain import PageKeys
+from kvcontract.store.landing import PageKeys
 from kvcontract.store.rank import Rank
-from kvcontract.store.worker import Worker
+from kvcontract.store.worker import After, Worker
 from kvcontract.tiers.base import Clock, Code, Codes, Lease, Op, RecordKeys, SaveClass, Tier, record_keys
-
-After = Callable[[], object]
-"""Waited for, on a worker's lane, before its first byte is read (C2)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +134,7 @@ class Workers:
     ) -> Pending[Verdict]:
         """Every worker saves its share; arguments are those of `Worker.save`.
 
-        `after` is waited for by each worker that writes, on its own lane.
+        `after` is waited for by each worker that writes, on its own lane or device.
         """
         ops = [
             worker.save(tier, self.part, page_keys, blocks, cls, deadline, after, handoff=handoff)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import Lane, ThreadLane, Urgency
 from kvcontract.core.pending import Pending, all_of
+from kvcontract.memory.slab import Allocate
 from kvcontract.tiers.base import (
     HANDOFF_TTL_S,
     Buffers,
@@ -32,7 +33,7 @@ from kvcontract.tiers.base import (
     key_bytes,
 )
 from kvcontract.tiers.dram_work import DramWork, Hold
-from kvcontract.tiers.slots import Allocate, Slot, Slots
+from kvcontract.tiers.slots import Slot, Slots
 
 _Entry = tuple[Slot, int]  # a slot and the generation it was found in
 _Piece = tuple[int, int]  # address, bytes
@@ -203,7 +204,7 @@ class DramTier:
         self._unpin(odd)
         given = [Code.SHORT if slot in odd else slot for slot in given]
 
-        def end(_row: int, slot: Slot, _done: bool) -> None:  # noqa: FBT001 - one signature for both verbs
+        def end(_row: int, slot: Slot, _done: bool) -> None:
             self._slots.unpin(slot)
 
         return self._lent("load", given, end)
@@ -285,16 +286,14 @@ class DramTier:
             if len(given) == number:
                 given.append(Code.FAILED)
 
-        def end(row: int, slot: Slot, done: bool) -> None:  # noqa: FBT001 - one signature for both verbs
+        def end(row: int, slot: Slot, done: bool) -> None:
             if done:
                 work.publish(slot, names[row], hold)
             self._slots.unpin(slot)
 
         return self._lent("save", given, end)
 
-    def _lent(
-        self, verb: str, given: list[Slot | Code], end: Callable[[int, Slot, bool], None]
-    ) -> Loan:
+    def _lent(self, verb: str, given: list[Slot | Code], end: Callable[[int, Slot, bool], None]) -> Loan:
         """A loan of slots, which is an operation until it ends."""
         lent = [(row, slot) for row, slot in enumerate(given) if isinstance(slot, Slot)]
         codes = np.array([Code.OK if isinstance(item, Slot) else item for item in given], np.uint8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,9 +103,9 @@ class GuardedTier:
 
     def _loan(self, verb: str, count: int, call: Callable[[], Loan]) -> Loan:
         """A loan of so many records, whose end gives codes; of a tier that breaks the rules, of nothing."""
-        failed = Loan.nothing(count, Code.FAILED)
-        given = self._call(verb, call, failed)
-        if given is failed:
+        failed, raised = Loan.nothing(count, Code.FAILED), object()
+        given = self._call(verb, call, raised)
+        if given is raised:
             return failed
         whole = (
             isinstance(given, Loan)
@@ -225,3 +225,8 @@ class GuardedTier:
     def _count(self, verb: str) -> None:
         with self._lock:
             self._broken[verb] += 1
+
+
+def lends(tier: Tier) -> TypeGuard[Lends]:
+    """Whether a tier, guarded or not, lends its memory."""
+    return tier.lends if isinstance(tier, GuardedTier) else isinstance(tier, Lends)

@@ -58,7 +58,7 @@ def bound(model: KvModel, worker: int, tp: int, seed: int) -> tuple[Binding, lis
 def follow(grains: Grains, block: int, payload: NDArray[np.uint8], *, to_wire: bool) -> None:
     """What the kernel does, one grain at a time."""
     size = grains.grain_bytes
-    for number, (address, stride) in enumerate(grains.table().tolist()):
+    for number, (address, stride, _) in enumerate(grains.table().tolist()):
         if address:
             at = [payload.ctypes.data + number * size, address + block * stride]
             ctypes.memmove(*(at if to_wire else at[::-1]), size)
