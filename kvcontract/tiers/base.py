@@ -282,24 +282,26 @@ class Loan:
     __slots__ = ("_end", "_lock", "address", "codes")
 
     def __init__(
-        self, address: NDArray[np.int64], codes: Codes, end: Callable[[NDArray[np.bool_]], Codes]
+        self,
+        address: NDArray[np.int64],
+        codes: Codes,
+        end: Callable[[NDArray[np.bool_]], Codes] | None,
     ) -> None:
         """Make a loan.
 
         Args:
             address: see the class.
             codes: see the class.
-            end: called once, with what was done; says how each record ended.
+            end: called once, with what was done; says how each record ended.  None: nothing is lent.
         """
         self.address, self.codes = address, codes
-        self._end: Callable[[NDArray[np.bool_]], Codes] | None = end
+        self._end = end
         self._lock = threading.Lock()
 
     @classmethod
     def nothing(cls, count: int, code: Code) -> Loan:
         """No memory for `count` records, and the same reason for all."""
-        codes = np.full(count, code, np.uint8)
-        return cls(np.zeros(count, np.int64), codes, lambda _: codes)
+        return cls(np.zeros(count, np.int64), np.full(count, code, np.uint8), None)
 
     @property
     def rows(self) -> NDArray[np.int64]:

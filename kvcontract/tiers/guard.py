@@ -115,6 +115,8 @@ class GuardedTier:
         )
         if not whole:
             self._count(verb)
+            if isinstance(given, Loan):
+                self._call(verb, lambda: given.end(np.zeros(len(given.codes), np.bool_)), None)
             return failed
 
         def end(done: NDArray[np.bool_]) -> Codes:
