@@ -176,7 +176,7 @@ class Load:
                 codes[row] = Code.CORRUPT
                 self.ground.count(f"flaw_{flaw.value}")
         sound = np.flatnonzero(codes[came] == Code.OK)
-        sums = yield landing.deliver(came[sound])
+        sums = (yield landing.deliver(came[sound])) if len(sound) else claimed[sound]
         if sums is None:
             codes[came[sound]] = Code.FAILED
         else:
