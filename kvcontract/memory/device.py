@@ -145,24 +145,22 @@ class Desk:
         found: int32[...], pinned: the sums' shares.
         ready: when one stream may go on behind the other.
         done: when all has been done.
-        fresh: whether memory has just been taken.
     """
 
     def __init__(self, device: torch.device, batch_bytes: int) -> None:
         self._device, self._batch_bytes = device, batch_bytes
         self._memory: Tensor | None = None
         self._ids: Tensor | None = None
-        self.fresh = False
-        self.given = np.empty(0, np.int64)
-        self.found = np.empty(0, np.int32)
+        self.given = _pinned(_FIRST_WORDS, np.int64)
+        self.found = _pinned(_FIRST_WORDS, np.int32)
         self.ready, self.done = _event(), _event(blocking=True)
 
     def prepare(self, ids: NDArray[np.int64], shares: int) -> None:
         """Say which blocks, and make room for so many shares."""
         if len(self.given) < ids.size:
-            self.given = _pinned(max(_FIRST_WORDS, 2 * ids.size), np.int64)
+            self.given = _pinned(2 * ids.size, np.int64)
         if len(self.found) < shares:
-            self.found = _pinned(max(_FIRST_WORDS, 2 * shares), np.int32)
+            self.found = _pinned(2 * shares, np.int32)
         self.given[: ids.size] = ids.ravel()
 
     def ids(self, count: int) -> Tensor:
@@ -175,10 +173,9 @@ class Desk:
         return self._ids
 
     def payloads(self, count: int, size_bytes: int) -> Tensor:
-        """uint8[count, size_bytes] on the device, taken on the current stream at first."""
+        """uint8[count, size_bytes] on the device; the first call takes the memory."""
         if self._memory is None:
             self._memory = torch.empty(self._batch_bytes, dtype=torch.uint8, device=self._device)
-            self.fresh = True
         return self._memory[: count * size_bytes].view(count, size_bytes)
 
 
@@ -212,6 +209,14 @@ class _Way:
         self._line: Line[_Request] = Line()
         with torch.cuda.device(device):
             self._free = [Desk(device, batch_bytes) for _ in range(ON_DEVICE)]
+
+    def prepare(self, plan: Plan) -> None:
+        """Take the memory that batches will need: later it would wait for all that the device does."""
+        with self._lock, torch.cuda.stream(self.kernels):
+            for desk in self._free:
+                if not plan.straight:
+                    desk.payloads(0, 1)
+        torch.cuda.synchronize(self._device)
 
     def put(self, request: _Request, urgency: Urgency) -> None:
         """Let a request take its turn."""
@@ -288,11 +293,13 @@ class DeviceMover:
         self._counts: Counter[str] = Counter()
 
     def plan(self, program: Program, segments: tuple[int, ...]) -> Plan:
-        """What `out` and `into` need of a program; kernels are compiled here, not while pages wait."""
+        """What `out` and `into` need of a program; made before the first of them, since it takes a while."""
         plan = Plan(program, segments)
-        if has_kernels():
-            with torch.cuda.device(plan.device):
+        with torch.cuda.device(plan.device):
+            if has_kernels():
                 plan.warm(Desk(plan.device, 0))
+            for way in (self._out, self._in):
+                way.prepare(plan)
         return plan
 
     def out(
@@ -389,9 +396,6 @@ class DeviceMover:
         source = request.address[:, None] + plan.inside
         with torch.cuda.stream(way.kernels):
             buffer = None if plan.straight else desk.payloads(count, plan.program.payload_bytes)
-            if desk.fresh:  # what had the memory before was of this stream
-                way.bus.wait_stream(way.kernels)
-                desk.fresh = False
             target = plan.program.buffers(ids)[0] if buffer is None else _rows(buffer)
             self._copy("in", target, source, plan.lengths, way.bus)
             desk.ready.record(way.bus)

@@ -76,12 +76,21 @@ class Driver:
         count = len(target)
         if count == 0:
             return 0
+        self._enter(stream)
         if batched and self.batched and count > 1:
             self._check("cuMemcpyBatchAsync", self._batched(target, source, size_bytes, stream))
             return count
         for to, at, size in zip(target.tolist(), source.tolist(), size_bytes.tolist(), strict=True):
             self._check("cuMemcpyAsync", self._lib.cuMemcpyAsync(to, at, size, stream))
         return count
+
+    def _enter(self, stream: int) -> None:
+        """Use the device of a stream, in a thread that has used none."""
+        context, handle = ctypes.c_void_p(), ctypes.c_void_p(stream)
+        self._lib.cuCtxGetCurrent(ctypes.byref(context))
+        if not context:
+            self._check("cuStreamGetCtx", self._lib.cuStreamGetCtx(handle, ctypes.byref(context)))
+            self._check("cuCtxSetCurrent", self._lib.cuCtxSetCurrent(context))
 
     def _batched(
         self,

@@ -141,6 +141,7 @@ def carry(
     """
     # long: a kernel is one function
     lane = tl.arange(0, LANES)
+    stores = WRITE or records < 0
     for item in range(tl.program_id(0), records * part_count, tl.num_programs(0)):
         record = (item // part_count).to(tl.int64)
         part = item % part_count
@@ -224,11 +225,11 @@ def carry(
                 WHOLE,
             )
             u3 = tl.load(s3, i3, 0, eviction_policy="evict_first")
-            if WRITE:
-                tl.store(t0, u0, o0)
-                tl.store(t1, u1, o1)
-                tl.store(t2, u2, o2)
-                tl.store(t3, u3, o3)
+            # Where nothing is written, too: stores keep the compiler from putting off the loads.
+            tl.store(t0, u0, o0 & stores)
+            tl.store(t1, u1, o1 & stores)
+            tl.store(t2, u2, o2 & stores)
+            tl.store(t3, u3, o3 & stores)
             state = _after(state, u0, step)
             state = _after(state, u1, step)
             state = _after(state, u2, step)
