@@ -29,18 +29,13 @@ from kvcontract.core.lane import Line, ThreadLane, Urgency
 from kvcontract.core.pending import Pending
 from kvcontract.memory.copy import Blocks, Program, checked_blocks
 from kvcontract.memory.driver import driver
-from kvcontract.memory.grains import WIDE_BYTES, has_kernels
-from kvcontract.memory.lanes import LANES, LaneSums
+from kvcontract.memory.grains import has_kernels
 from kvcontract.memory.pinned import pinned_memory
+from kvcontract.memory.plan import Desk, Plan
 from kvcontract.memory.slab import Allocate
 
-ON_DEVICE: Final = 2
+ON_DEVICE: Final = 3
 """Batches of one direction that are on the device at one time: one is copied, one is gathered or summed."""
-
-PROGRAMS: Final = 24
-"""Of a kernel: few enough to leave a device to who computes, enough to keep ahead of the bus."""
-
-_FIRST_WORDS: Final = 4096
 
 Sums = NDArray[np.uint32]
 
@@ -55,128 +50,6 @@ class StreamEvent(Protocol):
     def synchronize(self) -> Any:
         """Wait for it here."""
         ...
-
-
-class Plan:
-    """What is worked out once for a program.
-
-    Args:
-        program: between pages and payloads.
-        segments: bytes of each segment of a payload.
-
-    Attributes:
-        straight: whether pages are copied where they lie.
-        sums: of payloads as they lie on the device.
-        lengths: int64[k], bytes of each piece that is copied.
-        inside: int64[k], where each begins in a payload.
-        pages: of a record.
-    """
-
-    def __init__(self, program: Program, segments: tuple[int, ...]) -> None:
-        self.program, self.device = program, program.binding.device
-        grains = program.grains
-        self.sums = LaneSums(segments, self.device, grains.word_bytes if grains is not None else 1)
-        self.pages = grains.pages if grains is not None else 1
-        self.straight = program.direct and grains is not None
-        runs = program.buffers(np.empty(0, np.int64))[1] if self.straight else (program.payload_bytes,)
-        self.lengths = np.array(runs, np.int64)
-        self.inside = np.cumsum(self.lengths) - self.lengths
-        unit = self.sums.unit_bytes
-        self._grain = 1 if grains is None else grains.grain_bytes // unit
-        wide = (grains is None or grains.wide) and program.payload_bytes % WIDE_BYTES == 0
-        self._wide = unit > 1 and wide and self.sums.aligned(WIDE_BYTES // unit)
-        self._whole = self._grain % LANES == 0 and self.sums.aligned(LANES)
-
-    def warm(self, desk: Desk) -> None:
-        """Compile what will be needed."""
-        desk.prepare(np.zeros(self.pages, np.int64), 1)
-        moves = self.program.grains is not None
-        for read in (True, False) if moves and not self.straight else (moves,):
-            self.carry(desk, 0, None, read=read, write=moves and not self.straight)
-
-    def carry(self, desk: Desk, count: int, buffer: Tensor | None, *, read: bool, write: bool) -> None:
-        """Sum, and gather or scatter, on the current stream.
-
-        Args:
-            desk: whose `given` are the blocks, int64[count * pages], and whose `found` is written.
-            count: records.
-            buffer: payloads side by side; None where only pages are read.
-            read: sum pages, not payloads.
-            write: write the other side.
-        """
-        from kvcontract.memory import kernels  # noqa: PLC0415 - only where triton is
-
-        sums, grains = self.sums, self.program.grains
-        ids = sums.parts if self.pages == 1 else desk.ids(count * self.pages)
-        kernels.carry[(max(1, min(PROGRAMS, count * len(sums))),)](
-            sums.parts if grains is None else grains.rows,
-            ids,
-            sums.parts,
-            sums.columns,
-            sums.step,
-            sums.lanes,
-            desk.given.ctypes.data,
-            desk.given.ctypes.data if buffer is None else buffer.data_ptr(),
-            self.program.payload_bytes,
-            desk.found.ctypes.data,
-            count,
-            len(sums),
-            GRAIN=self._grain,
-            PAGES=self.pages,
-            LANES=LANES,
-            UNIT=kernels.UNITS[sums.unit_bytes],
-            READ=read,
-            WRITE=write,
-            WIDE=self._wide,
-            WHOLE=self._whole,
-            num_warps=8,
-        )
-
-
-class Desk:
-    """What one batch needs on the device, and what it is told there.
-
-    Args:
-        device: which.
-        batch_bytes: of payload.
-
-    Attributes:
-        given: int64[...], pinned: the blocks.
-        found: int32[...], pinned: the sums' shares.
-        ready: when one stream may go on behind the other.
-        done: when all has been done.
-    """
-
-    def __init__(self, device: torch.device, batch_bytes: int) -> None:
-        self._device, self._batch_bytes = device, batch_bytes
-        self._memory: Tensor | None = None
-        self._ids: Tensor | None = None
-        self.given = _pinned(_FIRST_WORDS, np.int64)
-        self.found = _pinned(_FIRST_WORDS, np.int32)
-        self.ready, self.done = _event(), _event(blocking=True)
-
-    def prepare(self, ids: NDArray[np.int64], shares: int) -> None:
-        """Say which blocks, and make room for so many shares."""
-        if len(self.given) < ids.size:
-            self.given = _pinned(2 * ids.size, np.int64)
-        if len(self.found) < shares:
-            self.found = _pinned(2 * shares, np.int32)
-        self.given[: ids.size] = ids.ravel()
-
-    def ids(self, count: int) -> Tensor:
-        """The blocks in memory of the device, copied on the current stream."""
-        from kvcontract.memory import kernels  # noqa: PLC0415 - only where triton is
-
-        if self._ids is None or len(self._ids) < count:
-            self._ids = torch.empty(len(self.given), dtype=torch.int64, device=self._device)
-        kernels.fetch[(max(1, -(-count // 1024)),)](self.given.ctypes.data, self._ids, count, BLOCK=1024)
-        return self._ids
-
-    def payloads(self, count: int, size_bytes: int) -> Tensor:
-        """uint8[count, size_bytes] on the device; the first call takes the memory."""
-        if self._memory is None:
-            self._memory = torch.empty(self._batch_bytes, dtype=torch.uint8, device=self._device)
-        return self._memory[: count * size_bytes].view(count, size_bytes)
 
 
 @dataclass(slots=True)
@@ -205,6 +78,7 @@ class _Way:
         self.bus: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's own stub
         self.lane = ThreadLane(f"kvc-{name}-{device.index or 0}")
         self._device, self._issue, self._fault = device, issue, fault
+        self._there = torch.cuda.device(device)  # entered under the lock only: making one costs more
         self._lock = threading.Lock()
         self._line: Line[_Request] = Line()
         with torch.cuda.device(device):
@@ -227,7 +101,7 @@ class _Way:
     def _serve(self) -> None:
         """Give free desks to whoever is next; whoever comes here first does it."""
         failed: list[_Request] = []
-        with self._lock, torch.cuda.device(self._device):
+        with self._lock, self._there:
             while self._line and self._free:
                 request, desk = self._line.pop(), self._free.pop()
                 try:
@@ -354,7 +228,7 @@ class DeviceMover:
             UsageFault: a block id is out of range or repeated, or the batch is too large.
         """
         ids = checked_blocks(plan.program.binding, blocks)
-        if len(np.unique(ids)) != len(ids):
+        if len(set(ids.tolist())) != len(ids):
             raise UsageFault("a block is written twice by one copy")
         return self._put(self._in, _Request(plan, ids, address), urgency)
 
@@ -371,54 +245,46 @@ class DeviceMover:
     def _send(self, way: _Way, desk: Desk, request: _Request) -> None:
         plan, ids, count = request.plan, request.ids, len(request.ids)
         desk.prepare(ids, count * len(plan.sums))
-        target = request.address[:, None] + plan.inside
+        target = plan.host_pieces(request.address)
         if request.after is not None:
             request.after.wait(way.kernels)
-        with torch.cuda.stream(way.kernels):
-            if plan.straight:
-                if request.after is not None:
-                    request.after.wait(way.bus)
-                self._copy("out", target, plan.program.buffers(ids)[0], plan.lengths, way.bus)
-                plan.carry(desk, count, None, read=True, write=False)
-                desk.ready.record(way.kernels)
-                way.bus.wait_event(desk.ready)
-            else:
-                buffer = desk.payloads(count, plan.program.payload_bytes)
-                _gather(plan, desk, ids, buffer)
-                desk.ready.record(way.kernels)
-                way.bus.wait_event(desk.ready)
-                self._copy("out", target, _rows(buffer), plan.lengths, way.bus)
+        if plan.straight:
+            if request.after is not None:
+                request.after.wait(way.bus)
+            self._copy("out", plan, target, plan.program.buffers(ids)[0].ravel(), way.bus)
+            plan.carry(desk, count, None, way.kernels, read=True, write=False)
+            desk.ready.record(way.kernels)
+            way.bus.wait_event(desk.ready)
+        else:
+            buffer = desk.payloads(count, plan.program.payload_bytes)
+            _gather(plan, desk, ids, buffer, way.kernels)
+            desk.ready.record(way.kernels)
+            way.bus.wait_event(desk.ready)
+            self._copy("out", plan, target, _rows(buffer), way.bus)
         desk.done.record(way.bus)
 
     def _receive(self, way: _Way, desk: Desk, request: _Request) -> None:
         plan, ids, count = request.plan, request.ids, len(request.ids)
         desk.prepare(ids, count * len(plan.sums))
-        source = request.address[:, None] + plan.inside
-        with torch.cuda.stream(way.kernels):
-            buffer = None if plan.straight else desk.payloads(count, plan.program.payload_bytes)
-            target = plan.program.buffers(ids)[0] if buffer is None else _rows(buffer)
-            self._copy("in", target, source, plan.lengths, way.bus)
-            desk.ready.record(way.bus)
-            way.kernels.wait_event(desk.ready)
-            if buffer is None:
-                plan.carry(desk, count, None, read=True, write=False)
-            else:
-                _scatter(plan, desk, ids, buffer)
+        source = plan.host_pieces(request.address)
+        buffer = None if plan.straight else desk.payloads(count, plan.program.payload_bytes)
+        target = plan.program.buffers(ids)[0].ravel() if buffer is None else _rows(buffer)
+        self._copy("in", plan, target, source, way.bus)
+        desk.ready.record(way.bus)
+        way.kernels.wait_event(desk.ready)
+        if buffer is None:
+            plan.carry(desk, count, None, way.kernels, read=True, write=False)
+        else:
+            _scatter(plan, desk, ids, buffer, way.kernels)
         desk.done.record(way.kernels)
 
     def _copy(
-        self,
-        way: str,
-        target: NDArray[np.int64],
-        source: NDArray[np.int64],
-        size_bytes: NDArray[np.int64],
-        stream: Any,
+        self, way: str, plan: Plan, target: NDArray[np.int64], source: NDArray[np.int64], stream: Any
     ) -> None:
-        size_bytes = np.broadcast_to(size_bytes, target.shape)
-        flat = target.ravel(), source.ravel(), size_bytes.ravel()
-        made = self._driver.copy(*flat, stream.cuda_stream, batched=self._batched)
+        sizes = plan.sizes(len(target) // len(plan.lengths))
+        made = self._driver.copy(target, source, sizes, stream.cuda_stream, batched=self._batched)
         self._counts[f"device_copies_{way}"] += made
-        self._counts[f"device_bytes_{way}"] += int(size_bytes.sum())
+        self._counts[f"device_bytes_{way}"] += len(target) // len(plan.lengths) * plan.program.payload_bytes
 
     def stats(self) -> dict[str, int]:
         """Counters of copies and bytes by direction, and whether kernels of ours run (1) or torch's (0)."""
@@ -431,40 +297,35 @@ class DeviceMover:
         return all(ended)
 
 
-def _gather(plan: Plan, desk: Desk, ids: NDArray[np.int64], buffer: Tensor) -> None:
+def _gather(plan: Plan, desk: Desk, ids: NDArray[np.int64], buffer: Tensor, stream: Any) -> None:
     """Pages to payloads, and their sums."""
     if plan.program.grains is not None:
-        plan.carry(desk, len(ids), buffer, read=True, write=True)
+        plan.carry(desk, len(ids), buffer, stream, read=True, write=True)
         return
-    plan.program.gather(ids, buffer)
-    _sums(plan, desk, buffer)
+    with torch.cuda.stream(stream):
+        plan.program.gather(ids, buffer)
+        _sums(plan, desk, buffer, stream)
 
 
-def _scatter(plan: Plan, desk: Desk, ids: NDArray[np.int64], buffer: Tensor) -> None:
+def _scatter(plan: Plan, desk: Desk, ids: NDArray[np.int64], buffer: Tensor, stream: Any) -> None:
     """Payloads to pages, and their sums."""
     if plan.program.grains is not None:
-        plan.carry(desk, len(ids), buffer, read=False, write=True)
+        plan.carry(desk, len(ids), buffer, stream, read=False, write=True)
         return
-    _sums(plan, desk, buffer)
-    plan.program.scatter(ids, buffer)
+    with torch.cuda.stream(stream):
+        _sums(plan, desk, buffer, stream)
+        plan.program.scatter(ids, buffer)
 
 
-def _sums(plan: Plan, desk: Desk, buffer: Tensor) -> None:
+def _sums(plan: Plan, desk: Desk, buffer: Tensor, stream: Any) -> None:
     if has_kernels():
-        plan.carry(desk, len(buffer), buffer, read=False, write=False)
+        plan.carry(desk, len(buffer), buffer, stream, read=False, write=False)
         return
     shares = plan.sums.reference(buffer)
     torch.from_numpy(desk.found[: shares.numel()]).view(shares.shape).copy_(shares, non_blocking=True)
 
 
 def _rows(buffer: Tensor) -> NDArray[np.int64]:
-    """int64[n, 1], where payloads begin."""
-    return (buffer.data_ptr() + buffer.shape[1] * np.arange(len(buffer), dtype=np.int64))[:, None]
-
-
-def _pinned(count: int, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.frombuffer(pinned_memory(count * np.dtype(dtype).itemsize), dtype)
-
-
-def _event(*, blocking: bool = False) -> Any:
-    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call] # torch's own stub
+    """int64[n], where payloads begin."""
+    rows: NDArray[np.int64] = buffer.data_ptr() + buffer.shape[1] * np.arange(len(buffer), dtype=np.int64)
+    return rows

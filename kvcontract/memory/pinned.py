@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from kvcontract.contract.errors import EnvironmentFault
-from kvcontract.memory.slab import Allocate
+from kvcontract.memory.slab import Allocate, Slab
 
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: for every device of the process
 _HUGE: Final = 2 * 2**20
@@ -41,9 +41,16 @@ def pinned_memory(size_bytes: int) -> Any:
     return buffer
 
 
-def host_memory(device: torch.device | str) -> Allocate | None:
-    """Where memory for records should come from beside pages on a device; None: from anywhere."""
-    return pinned_memory if torch.device(device).type == "cuda" else None
+def host_memory(device: torch.device | str, size_bytes: int) -> Allocate | None:
+    """Where memory for records comes from beside pages on a device; None: from anywhere.
+
+    Pinned, where the device needs it, and all of it now: while the device works, pinning waits for it.
+
+    Args:
+        device: where pages lie.
+        size_bytes: of all records.
+    """
+    return Slab(size_bytes, pinned_memory) if torch.device(device).type == "cuda" else None
 
 
 def _unpin(start: int, _room: mmap.mmap) -> None:

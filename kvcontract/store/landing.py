@@ -227,14 +227,16 @@ class DeviceLanding(Landing):
 
 def read_headers(address: NDArray[np.int64], headers: NDArray[np.uint8]) -> None:
     """Copy the beginnings of records into uint8[n, header_bytes]."""
+    at, size = headers.ctypes.data, headers.shape[1]
     for row, start in enumerate(address.tolist()):
-        ctypes.memmove(headers[row].ctypes.data, start, headers.shape[1])
+        ctypes.memmove(at + row * size, start, size)
 
 
 def write_headers(address: NDArray[np.int64], headers: NDArray[np.uint8]) -> None:
     """The opposite."""
+    at, size = headers.ctypes.data, headers.shape[1]
     for row, start in enumerate(address.tolist()):
-        ctypes.memmove(start, headers[row].ctypes.data, headers.shape[1])
+        ctypes.memmove(start, at + row * size, size)
 
 
 def _aligned_bytes(shard: Shard) -> int:

@@ -258,10 +258,13 @@ class DramTier:
             return Code.TOO_LARGE  # H7
         with self._lock:
             self._settle_returns()
-            if (held := self._slots.find(key)) is not None:
-                self._work.hold(hold, held)
-                return Code.OK  # H2
-            return self._slots.reserve(size) or Code.FULL
+            return self._taken(key, size, hold)
+
+    def _taken(self, key: bytes, size: int, hold: Hold) -> Slot | Code:
+        if (held := self._slots.find(key)) is not None:
+            self._work.hold(hold, held)
+            return Code.OK  # H2
+        return self._slots.reserve(size) or Code.FULL
 
     def reserve(
         self,
@@ -275,16 +278,21 @@ class DramTier:
         """See `Lends.reserve`."""
         work = self._work
         hold = work.name(handoff) if cls is SaveClass.HANDOFF else None
-        names, given = key_bytes(keys), list[Slot | Code]()
-
-        def one(key: bytes) -> Code:
-            given.append(self._room(key, record_bytes, hold, deadline))
-            return Code.OK
-
-        for number, key in enumerate(names):
-            work.each(partial(one, key))
-            if len(given) == number:
-                given.append(Code.FAILED)
+        names, given, faults = key_bytes(keys), list[Slot | Code](), list[Exception]()
+        late = self._clock() > deadline
+        if late or not self._slots.fits(record_bytes):
+            given = [Code.EXPIRED if late else Code.TOO_LARGE] * len(names)  # H7
+        else:
+            with self._lock:
+                self._settle_returns()
+                for name in names:
+                    try:
+                        given.append(self._taken(name, record_bytes, hold))
+                    except Exception as error:  # noqa: BLE001 - kept; it befalls one record (H1)
+                        faults.append(error)
+                        given.append(Code.FAILED)
+        for fault in faults:
+            work.fault(fault)
 
         def end(row: int, slot: Slot, done: bool) -> None:
             if done:

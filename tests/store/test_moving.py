@@ -139,7 +139,8 @@ class Side:
 
     def tier(self, records: int = 64, **options: Any) -> DramTier:
         """A DRAM tier whose memory the mover is quick with."""
-        return DramTier(records * (self.record_bytes + 64), allocate=host_memory(self.device), **options)
+        size = records * (self.record_bytes + 64)
+        return DramTier(size, allocate=host_memory(self.device, 2 * size + 2**20), **options)
 
     def save(self, tier: Tier, pages: list[int], blocks: list[int], **options: Any) -> Op:
         """Begin to save."""

@@ -492,7 +492,7 @@ class Watched:
 @pytest.mark.parametrize("form", ["one operation", "many"])
 @pytest.mark.parametrize("tier_lane", ["inline", "later"])
 def test_copies_go_by_urgency(form: str, tier_lane: str) -> None:
-    """However many Cacheable batches wait: a restore is next, then a Handoff, then they; write-back is last."""
+    """Whatever waits: a restore begins next, then a Handoff save, then Cacheable ones, then write-back."""
     lane = ManualLane()
     inner = dram(lane=InlineLane() if tier_lane == "inline" else lane)
     side = Side(MODEL, max_tp=1, lane=lane, batch_bytes=1)
