@@ -26,13 +26,13 @@ from moving import (
     Backlog,
     Moving,
     Pages,
-    Working,
     addresses,
     decode,
     good,
     pages_of,
     pinned,
     timed,
+    working_of,
 )
 from paired import Case, Row, measure, publish
 
@@ -88,10 +88,9 @@ def device_case(form: str, verb: str, count: int) -> Case:
 
 def worker_case(form: str, verb: str) -> Case:
     """The same by a worker, to or from a DRAM tier of pinned memory."""
-    pages, working = pages_of(form), Working(pages_of(form))
+    pages, working = pages_of(form), working_of(form)
     working.check(FEW)
     kept = working.keys(MANY)
-    good(working.save(kept, pages.some(MANY)))
 
     def out() -> float:
         working.tier.reset(time.monotonic() + WAIT_S)
@@ -104,6 +103,8 @@ def worker_case(form: str, verb: str) -> Case:
         torch.cuda.synchronize()
         return timed(lambda: working.load(kept, ids))
 
+    working.tier.reset(time.monotonic() + WAIT_S)
+    good(working.save(kept, pages.some(MANY)))
     ours = out if verb == "out" else back
     best = gigabytes(MANY) / min(ours() for _ in range(3))
     name = "save to" if verb == "out" else "load from"
@@ -156,7 +157,7 @@ def both_ways(form: str) -> Case:
 
 def beside(form: str, what: str, *, graph: bool = True) -> Case:
     """Steps beside a worker's saves: of what decoding itself fills, or as many as the bus takes."""
-    pages, working, run = pages_of(form), Working(pages_of(form)), decode(graph=graph)
+    pages, working, run = pages_of(form), working_of(form), decode(graph=graph)
     working.check(FEW)
     saved = [0]
 

@@ -21,7 +21,7 @@ from kvcontract.core.pending import Pending
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.checksum import SegmentSums
 from kvcontract.memory.copy import CopyProgram
-from kvcontract.memory.slab import Slab
+from kvcontract.memory.pinned import host_memory
 from kvcontract.store.landing import Shard
 from kvcontract.store.worker import BATCH_BYTES, DEPTH, Worker
 from kvcontract.tiers.base import Code, SaveClass
@@ -180,14 +180,6 @@ class Moving:
             raise AssertionError("in: other bytes in the pages than in the records")
 
 
-@cache
-def pinned_slab(size: int) -> Slab:
-    """Pinned memory that tiers cut up, one after the other."""
-    from kvcontract.memory.pinned import pinned_memory  # noqa: PLC0415 - needs a device
-
-    return Slab(size, pinned_memory)
-
-
 class Working:
     """A worker over pages on a device, and a DRAM tier of pinned memory below it."""
 
@@ -196,7 +188,7 @@ class Working:
         held = layout(pages.model)
         self.worker = Worker(pages.model, held, {"full": pages.binding}, max_tp=1)
         room = (MANY + 64) * (pages.size + 4096)
-        self.tier = DramTier(room, allocate=pinned_slab(room))
+        self.tier = DramTier(room, allocate=host_memory("cuda", room))
         self._numbers = count(1)
 
     def keys(self, pages: int) -> Any:
@@ -224,11 +216,11 @@ class Working:
         if not torch.equal(self.pages.payloads(targets), want):
             raise AssertionError("other bytes came back")
 
-    def close(self) -> None:
-        """End threads, and give the memory back."""
-        for part in (self.worker, self.tier):
-            if not part.close(time.monotonic() + WAIT_S):
-                raise AssertionError("something still runs")
+
+@cache
+def working_of(form: str) -> Working:
+    """One for each form: its memory takes seconds to pin."""
+    return Working(pages_of(form))
 
 
 def good(op: Pending[Any]) -> None:

@@ -257,7 +257,8 @@ def test_c2_what_leaves_waits_for_the_writing_step(faults: list[Exception]) -> N
     side = Side(model_of((8, 128, 0)), "layer-first")
     moving, ids = mover(side, faults), np.array([3, 8])
     host = pinned(2, side.record.payload_bytes)
-    moving.out(side.plan, ids, addresses(host)).wait(WAIT_S)  # what is compiled at first use is compiled
+    moving.out(side.plan, ids, addresses(host)).wait(WAIT_S)
+    side.poison()  # what is loaded at first use is loaded: that would wait for the device
     event = torch.cuda.Event()
     torch.cuda._sleep(400_000_000)
     for mine, other in side._storages():

@@ -401,6 +401,7 @@ def test_c2_the_device_waits_for_the_event() -> None:
     tier = side.tier()
     side.save(tier, [9], [9]).wait(WAIT_S)
     (view, *_) = side.binding.views.values()
+    view[1].fill_(4)  # what is loaded at first use is loaded: that would wait for the device
     torch.cuda._sleep(400_000_000)
     view[1].fill_(5)
     event = torch.cuda.Event()
