@@ -95,6 +95,7 @@ def carry(
     parts,
     columns,
     step,
+    joins,
     lanes,
     host_ids,
     wire,
@@ -105,6 +106,7 @@ def carry(
     GRAIN: tl.constexpr,
     PAGES: tl.constexpr,
     LANES: tl.constexpr,
+    JOINS: tl.constexpr,
     UNIT: tl.constexpr,
     READ: tl.constexpr,
     WRITE: tl.constexpr,
@@ -123,7 +125,8 @@ def carry(
         parts: int32[parts, 2], units of a payload: the first, and how many.
         columns: int32[parts, 32], what each bit of a part's state becomes up to the end of its segment.
         step: int32[4, 256], a state's bytes after LANES units of zeros.
-        lanes: int32[32, LANES], each bit of a lane's state after the units that follow in its row.
+        joins: int32[JOINS, 4, 256], likewise after 1, 2, 4, ... units.
+        lanes: int32[32, LANES >> JOINS], each bit of what is left, after the units that follow in its row.
         host_ids: address of int64[records], blocks, where a record has one page.
         wire: address of the first payload.
         wire_stride: bytes from one to the next.
@@ -140,7 +143,6 @@ def carry(
         WHOLE: LANES units do, and parts begin and end between them.
     """
     # long: a kernel is one function
-    lane = tl.arange(0, LANES)
     stores = WRITE or records < 0
     for item in range(tl.program_id(0), records * part_count, tl.num_programs(0)):
         record = (item // part_count).to(tl.int64)
@@ -235,12 +237,14 @@ def carry(
             state = _after(state, u2, step)
             state = _after(state, u3, step)
             begin += 4 * LANES
-        moved = tl.zeros((LANES,), tl.int32)
-        for some in range(0, 32, 8):
-            for bit in tl.static_range(8):
-                there = ((state >> (some + bit)) & 1) != 0
-                moved ^= tl.where(there, tl.load(lanes + (some + bit) * LANES + lane), 0)
-        root = tl.xor_sum(moved, 0)
+        # Neighbours are joined until few are left, whose way to the end of the row a table knows.
+        for level in tl.static_range(JOINS):
+            early, late = tl.split(tl.reshape(state, (LANES >> (level + 1), 2)))
+            state = _after(early, late, joins + level * 1024)
         bits = tl.arange(0, 32)
+        left = tl.arange(0, LANES >> JOINS)
+        table = tl.load(lanes + bits[:, None] * (LANES >> JOINS) + left[None, :])
+        moved = tl.where(((state[None, :] >> bits[:, None]) & 1) != 0, table, 0)
+        root = tl.xor_sum(tl.xor_sum(moved, 0), 0)
         total = tl.xor_sum(tl.where(((root >> bits) & 1) != 0, tl.load(columns + part * 32 + bits), 0), 0)
         tl.store((out + (record * part_count + part) * 4).to(tl.pointer_type(tl.int32)), total)

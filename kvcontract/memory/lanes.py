@@ -21,7 +21,10 @@ from torch import Tensor
 from kvcontract.memory.checksum import crc32c
 
 LANES: Final = 1024
-PART_BYTES: Final = 256 * 1024
+JOINS: Final = 5
+"""How often neighbouring lanes are joined before a table tells how far the rest is from the end."""
+
+PART_BYTES: Final = 128 * 1024
 """Bytes that are summed in one go: enough parts to share them out evenly, few enough to join cheaply."""
 
 _POLYNOMIAL: Final = 0x82F63B78  # Castagnoli, reflected
@@ -67,19 +70,20 @@ def advance(unit_bytes: int, units: int) -> Columns:
     return found
 
 
-def _step_table(unit_bytes: int) -> NDArray[np.uint32]:
-    """uint32[4, 256]: a state's bytes after LANES units of zeros."""
+def _step_table(unit_bytes: int, units: int) -> NDArray[np.uint32]:
+    """uint32[4, 256]: a state's bytes after some units of zeros."""
     values = np.arange(256, dtype=np.uint32)
-    matrix = advance(unit_bytes, LANES)
+    matrix = advance(unit_bytes, units)
     return np.stack([_apply(matrix, values << np.uint32(8 * byte)) for byte in range(4)])
 
 
 def _lane_table(unit_bytes: int) -> NDArray[np.uint32]:
-    """uint32[32, LANES]: each bit of lane l's state after the LANES - 1 - l units that follow it."""
-    table = np.empty((LANES, _BITS), np.uint32)
-    table[LANES - 1] = np.uint32(1) << np.arange(_BITS, dtype=np.uint32)
-    one = _power(unit_bytes, 0)
-    for lane in range(LANES - 2, -1, -1):
+    """uint32[32, n]: each bit of what is left of n joined lanes, after the units that follow it."""
+    count = LANES >> JOINS
+    table = np.empty((count, _BITS), np.uint32)
+    table[count - 1] = np.uint32(1) << np.arange(_BITS, dtype=np.uint32)
+    one = advance(unit_bytes, 1 << JOINS)
+    for lane in range(count - 2, -1, -1):
         table[lane] = _apply(one, table[lane + 1])
     return np.ascontiguousarray(table.T)
 
@@ -103,12 +107,15 @@ class _Tables:
     """Of one unit, on one device."""
 
     step: Tensor
+    joins: Tensor
     lanes: Tensor
 
 
 @cache
 def _tables(unit_bytes: int, device: torch.device) -> _Tables:
-    return _Tables(_on(device, _step_table(unit_bytes)), _on(device, _lane_table(unit_bytes)))
+    joins = np.stack([_step_table(unit_bytes, 1 << level) for level in range(JOINS)])
+    step = _step_table(unit_bytes, LANES)
+    return _Tables(_on(device, step), _on(device, joins), _on(device, _lane_table(unit_bytes)))
 
 
 class LaneSums:
@@ -126,7 +133,8 @@ class LaneSums:
         parts: int32[parts, 2], the first unit of each, and how many.
         columns: int32[parts, 32], from the state of each to its share of the segment's sum.
         step: int32[4, 256], a state's bytes after LANES units of zeros.
-        lanes: int32[32, LANES], each bit of a lane's state after the units that follow.
+        joins: int32[JOINS, 4, 256], likewise after 1, 2, 4, ... units.
+        lanes: int32[32, LANES >> JOINS], each bit of what is left then, after the units that follow.
     """
 
     def __init__(
@@ -153,7 +161,7 @@ class LaneSums:
         self.parts = torch.tensor(parts, dtype=torch.int32).to(device)
         self.columns = _on(device, np.stack(columns))
         tables = _tables(self.unit_bytes, device)
-        self.step, self.lanes = tables.step, tables.lanes
+        self.step, self.joins, self.lanes = tables.step, tables.joins, tables.lanes
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -170,6 +178,7 @@ class LaneSums:
     def reference(self, payloads: Tensor) -> Tensor:
         """What the parts of uint8[n, payload_bytes] give, in torch: for devices without triton."""
         step, lanes = self.step.long() & _MASK, self.lanes.long() & _MASK
+        joins = self.joins.long() & _MASK
         shares = torch.empty(len(payloads), len(self), dtype=torch.int32, device=payloads.device)
         for number, ((offset, units), columns) in enumerate(zip(self._parts, self.columns, strict=True)):
             rows = -(-units // LANES)
@@ -182,17 +191,19 @@ class LaneSums:
             words = words.view(len(data), rows, LANES)
             state = words[:, 0].long() & _MASK
             for row in range(1, rows):
-                state = (
-                    step[0][state & 255]
-                    ^ step[1][state >> 8 & 255]
-                    ^ step[2][state >> 16 & 255]
-                    ^ step[3][state >> 24]
-                    ^ (words[:, row].long() & _MASK)
-                )
+                state = _moved(state, step) ^ (words[:, row].long() & _MASK)
+            for join in joins:
+                state = _moved(state[:, ::2], join) ^ state[:, 1::2]
             root = _folded(state, lanes)
             share = _folded(root[:, None].expand(-1, 1), (columns.long() & _MASK)[:, None])
             shares[:, number] = share.to(torch.int32)
         return shares
+
+
+def _moved(state: Tensor, step: Tensor) -> Tensor:
+    """States, int64[...], after the zeros of a step, int64[4, 256]."""
+    low = step[0][state & 255] ^ step[1][state >> 8 & 255]
+    return low ^ step[2][state >> 16 & 255] ^ step[3][state >> 24]
 
 
 def _folded(states: Tensor, columns: Tensor) -> Tensor:

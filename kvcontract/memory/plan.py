@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcontract.memory.copy import Program
 from kvcontract.memory.grains import WIDE_BYTES
-from kvcontract.memory.lanes import LANES, LaneSums
+from kvcontract.memory.lanes import JOINS, LANES, LaneSums
 from kvcontract.memory.pinned import pinned_memory
 
 PROGRAMS: Final = 24
@@ -99,10 +99,11 @@ class Plan:
             sums.parts,
             sums.columns,
             sums.step,
+            sums.joins,
             sums.lanes,
         )
         unit = kernels.UNITS[sums.unit_bytes]
-        options = (self._grain, self.pages, LANES, unit, read, write, self._wide, self._whole)
+        options = (self._grain, self.pages, LANES, JOINS, unit, read, write, self._wide, self._whole)
         ids = desk.ids_tensor() if self.pages > 1 else sums.parts.view(torch.int64)
         moving = (desk.given_at, desk.given_at, self.program.payload_bytes, desk.found_at, 0, len(sums))
         compiled = kernels.carry[(1,)](tables[0], ids, *tables[1:], *moving, *options, num_warps=8)
