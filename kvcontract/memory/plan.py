@@ -14,8 +14,9 @@ from kvcontract.memory.grains import WIDE_BYTES
 from kvcontract.memory.lanes import JOINS, LANES, LaneSums
 from kvcontract.memory.pinned import pinned_memory
 
-PROGRAMS: Final = 24
-"""Of a kernel: few enough to leave a device to who computes, enough to keep ahead of the bus."""
+PROGRAMS_PER_CORE: Final = 1
+"""Of a kernel.  All multiprocessors for a short while: whoever computes beside it runs on all of them, and
+waits for the slowest, so that a few slow ones for a long while cost more."""
 
 _FIRST_WORDS: Final = 4096
 
@@ -45,6 +46,8 @@ class Plan:
         self.lengths = np.array(runs, np.int64)
         self.inside = np.cumsum(self.lengths) - self.lengths
         unit = self.sums.unit_bytes
+        cores = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._programs = PROGRAMS_PER_CORE * cores
         self._grain = 1 if grains is None else grains.grain_bytes // unit
         wide = (grains is None or grains.wide) and program.payload_bytes % WIDE_BYTES == 0
         self._wide = unit > 1 and wide and self.sums.aligned(WIDE_BYTES // unit)
@@ -86,7 +89,7 @@ class Plan:
         ids = self.sums.parts.data_ptr() if self.pages == 1 else desk.ids(count * self.pages, stream)
         wire = desk.given_at if buffer is None else buffer.data_ptr()
         moving = (desk.given_at, wire, self.program.payload_bytes, desk.found_at, count, len(self.sums))
-        grid = (min(PROGRAMS, count * len(self.sums)), 1, 1)
+        grid = (min(self._programs, count * len(self.sums)), 1, 1)
         compiled[grid](static[0], ids, *static[1:], *moving, *options, stream=stream.cuda_stream)
 
     def _kernel(self, desk: Desk, *, read: bool, write: bool) -> None:
