@@ -7,7 +7,7 @@ would stand in line behind the payloads of others.
 Nothing here is imported unless triton is there; what each kernel must do is said, in torch, by
 `CopyProgram` and by `LaneSums.reference`.
 """
-# ruff: noqa: N803, ANN001, ANN202 - compile-time arguments are written like this; triton reads annotations itself
+# ruff: noqa: N803, ANN001, ANN202 - compile-time arguments are written like this; triton reads annotations
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -82,13 +82,15 @@ def _sides(
 @triton.jit
 def _after(state, unit, step):
     """A lane's state, moved over a row of units, and one unit more."""
-    found = tl.load(step + (state & 31))
-    for piece in tl.static_range(1, 7):
-        found ^= tl.load(step + piece * 32 + ((state >> (5 * piece)) & 31))
-    return found.to(tl.uint32, bitcast=True) ^ unit.to(tl.uint32)
+    low = tl.load(step + (state & 255)) ^ tl.load(step + 256 + ((state >> 8) & 255))
+    high = tl.load(step + 512 + ((state >> 16) & 255)) ^ tl.load(step + 768 + (state >> 24))
+    return (low ^ high).to(tl.uint32, bitcast=True) ^ unit.to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=("host_ids", "wire", "wire_stride", "out", "records"))  # type: ignore[untyped-decorator]
+_VARY: Final = ("host_ids", "wire", "wire_stride", "out", "records")  # not worth a kernel each
+
+
+@triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator] # triton is not typed
 def carry(
     grains,
     ids,
@@ -124,8 +126,8 @@ def carry(
         ids: int64[records, PAGES], blocks, where a record has several pages; 0: that page is left out.
         parts: int32[parts, 2], units of a payload: the first, and how many.
         columns: int32[parts, 32], what each bit of a part's state becomes up to the end of its segment.
-        step: int32[7, 32], each five bits of a state after LANES units of zeros.
-        joins: int32[JOINS, 7, 32], likewise after 1, 2, 4, ... units.
+        step: int32[4, 256], a state's bytes after LANES units of zeros.
+        joins: int32[JOINS, 4, 256], likewise after 1, 2, 4, ... units.
         lanes: int32[32, LANES >> JOINS], each bit of what is left, after the units that follow in its row.
         host_ids: address of int64[records], blocks, where a record has one page.
         wire: address of the first payload.
@@ -240,7 +242,7 @@ def carry(
         # Neighbours are joined until few are left, whose way to the end of the row a table knows.
         for level in tl.static_range(JOINS):
             early, late = tl.split(tl.reshape(state, (LANES >> (level + 1), 2)))
-            state = _after(early, late, joins + level * 224)
+            state = _after(early, late, joins + level * 1024)
         bits = tl.arange(0, 32)
         left = tl.arange(0, LANES >> JOINS)
         table = tl.load(lanes + bits[:, None] * (LANES >> JOINS) + left[None, :])

@@ -21,7 +21,6 @@ from torch import Tensor
 from kvcontract.memory.checksum import crc32c
 
 LANES: Final = 1024
-PIECE_BITS: Final = 5
 JOINS: Final = 5
 """How often neighbouring lanes are joined before a table tells how far the rest is from the end."""
 
@@ -72,13 +71,10 @@ def advance(unit_bytes: int, units: int) -> Columns:
 
 
 def _step_table(unit_bytes: int, units: int) -> NDArray[np.uint32]:
-    """uint32[7, 32]: each five bits of a state after some units of zeros.
-
-    Few, short tables: a device reads from one line of memory at a time, however many lanes ask.
-    """
-    values = np.arange(1 << PIECE_BITS, dtype=np.uint32)
+    """uint32[4, 256]: a state's bytes after some units of zeros."""
+    values = np.arange(256, dtype=np.uint32)
     matrix = advance(unit_bytes, units)
-    return np.stack([_apply(matrix, values << np.uint32(at)) for at in range(0, _BITS, PIECE_BITS)])
+    return np.stack([_apply(matrix, values << np.uint32(8 * byte)) for byte in range(4)])
 
 
 def _lane_table(unit_bytes: int) -> NDArray[np.uint32]:
@@ -136,8 +132,8 @@ class LaneSums:
         segments: how many.
         parts: int32[parts, 2], the first unit of each, and how many.
         columns: int32[parts, 32], from the state of each to its share of the segment's sum.
-        step: int32[7, 32], each five bits of a state after LANES units of zeros.
-        joins: int32[JOINS, 7, 32], likewise after 1, 2, 4, ... units.
+        step: int32[4, 256], a state's bytes after LANES units of zeros.
+        joins: int32[JOINS, 4, 256], likewise after 1, 2, 4, ... units.
         lanes: int32[32, LANES >> JOINS], each bit of what is left then, after the units that follow.
     """
 
@@ -205,11 +201,9 @@ class LaneSums:
 
 
 def _moved(state: Tensor, step: Tensor) -> Tensor:
-    """States, int64[...], after the zeros of a step, int64[7, 32]."""
-    found = torch.zeros_like(state)
-    for piece, table in enumerate(step):
-        found ^= table[state >> (PIECE_BITS * piece) & (len(table) - 1)]
-    return found
+    """States, int64[...], after the zeros of a step, int64[4, 256]."""
+    low = step[0][state & 255] ^ step[1][state >> 8 & 255]
+    return low ^ step[2][state >> 16 & 255] ^ step[3][state >> 24]
 
 
 def _folded(states: Tensor, columns: Tensor) -> Tensor:

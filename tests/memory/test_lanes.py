@@ -14,7 +14,7 @@ from kvcontract.memory.lanes import LANES, LaneSums, advance
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     segments=st.lists(st.integers(1, 3 * 4 * LANES), min_size=1, max_size=4),
     unit=st.sampled_from([1, 4, 8]),
