@@ -35,7 +35,8 @@ from kvcontract.memory.plan import Desk, Plan
 from kvcontract.memory.slab import Allocate
 
 ON_DEVICE: Final = 3
-"""Batches of one direction that are on the device at one time: one is copied, one is gathered or summed."""
+"""Batches of one direction that are on the device at one time: one is copied, one is gathered or summed, and
+one waits, which is what there is to do while the host learns that one has landed."""
 
 Sums = NDArray[np.uint32]
 

@@ -138,6 +138,7 @@ def carry(
         GRAIN: units of a grain.
         PAGES: of a record.
         LANES: units that are read at once, a power of two.
+        JOINS: how often neighbouring lanes are joined.
         UNIT: type of a unit.
         READ: pages are summed, not payloads.
         WRITE: what is summed is written to the other side.

@@ -308,6 +308,9 @@ class DramTier:
         address = np.zeros(len(given), np.int64)
         rows = np.array([row for row, _ in lent], np.int64)
         address[rows] = [slot.address for _, slot in lent]
+        if not lent:
+            self._work.finish(verb, Pending(), codes)
+            return Loan(address, codes, None)
         op = self._work.begin(verb)
         if op is None:
             self._unpin([slot for _, slot in lent])
