@@ -22,6 +22,8 @@ class TierContext:
         handoff_ttl_s: how long a handoff is kept if nobody releases it.
         meta: what all who ever open this store must agree on; plain JSON.
         options: the tier's own, as text.
+        allocate: bytes -> a writable buffer, where memory for records should come from: pinned for a device.
+            None: from anywhere.
         contract: the contract revision the host serves.
     """
 
@@ -31,4 +33,5 @@ class TierContext:
     handoff_ttl_s: float = 60.0
     meta: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
+    allocate: Callable[[int], Any] | None = None
     contract: int = CONTRACT_REVISION

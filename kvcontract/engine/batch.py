@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvcontract.contract.executor import Step
+from kvcontract.memory.device import StreamEvent
 from kvcontract.pool.request import Chunk
 
 
@@ -61,10 +61,10 @@ def _table(pages: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     return table
 
 
-def written(device: torch.device) -> Any:
-    """Waits, on whatever thread calls it, until the writes queued on the device so far are done (C2)."""
+def written(device: torch.device) -> StreamEvent | None:
+    """When the writes queued on the device so far are done: what reads them waits for it there (C2)."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize
+    event: StreamEvent = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
+    event.record(torch.cuda.current_stream(device))  # type: ignore[attr-defined] # more than is asked of it
+    return event

@@ -22,6 +22,8 @@ from torch import Tensor
 from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.errors import EnvironmentFault, UsageFault
 from kvcontract.contract.layout import ArenaLayout, FieldLayout, Space
+from kvcontract.memory.host import aligned_memory
+from kvcontract.memory.slab import PAGE_BYTES
 
 CLAUSE: Final = "KVC-LAYOUT-05"
 _BYTE_BITS: Final = 8
@@ -127,7 +129,13 @@ class Binding:
             lines = "\n  ".join(faults)
             raise UsageFault(f"space {space.key} cannot be allocated [{CLAUSE}]:\n  {lines}")
         align = math.lcm(*(arena.align_bytes for arena in space.arenas))
-        storage = torch.zeros(blocks * space.stride_bytes + align - 1, dtype=torch.uint8, device=device)
+        size = blocks * space.stride_bytes
+        if torch.device(device).type == "cpu":
+            # A disk takes what is aligned to pages of the system's memory as it is.
+            memory = aligned_memory(size, math.lcm(PAGE_BYTES, align), zeroed=True)
+            storage = torch.from_numpy(memory)
+        else:
+            storage = torch.zeros(size + align - 1, dtype=torch.uint8, device=device)
         start = -storage.data_ptr() % align
         arenas = {
             arena.name: ArenaBinding(arena, storage, start + arena.offset_bytes, space.stride_bytes, blocks)

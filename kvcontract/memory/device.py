@@ -4,6 +4,10 @@ Each direction has a stream for kernels and one for the bus, so that gathering o
 another; what follows from what is said with events, and the host waits in a thread of its own.  Records of
 long runs are copied straight; others are gathered into, or scattered from, a buffer on the device.  Sums are
 computed there: before pages leave, and after they returned (E7).
+
+A kernel reads what it is told, and writes the sums, in pinned memory: small copies of either would stand in
+line behind the payloads of the other direction.  Few batches are on the device at one time, others wait by
+urgency, so that what is urgent finds no queue.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -20,15 +25,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.core.lane import ThreadLane
+from kvcontract.core.lane import Line, ThreadLane, Urgency
 from kvcontract.core.pending import Pending
 from kvcontract.memory.copy import Blocks, Program, checked_blocks, refuse_repeated
 from kvcontract.memory.driver import driver
-from kvcontract.memory.grains import has_kernels, on_device
-from kvcontract.memory.lanes import LaneSums
+from kvcontract.memory.grains import has_kernels
+from kvcontract.memory.pinned import pinned_memory
+from kvcontract.memory.plan import Desk, Plan
+from kvcontract.memory.slab import Allocate
 
-BUFFERS: Final = 3
-"""Batches of one direction that are on the device at one time: gathered, copied, about to be."""
+ON_DEVICE: Final = 3
+"""Batches of one direction that are on the device at one time: one is copied, one is gathered or summed, and
+one waits, which is what there is to do while the host learns that one has landed."""
 
 Sums = NDArray[np.uint32]
 
@@ -45,73 +53,89 @@ class StreamEvent(Protocol):
         ...
 
 
-class Plan:
-    """What is worked out once for a program.
-
-    Args:
-        program: between pages and payloads.
-        segments: bytes of each segment of a payload.
-
-    Attributes:
-        straight: whether pages are copied where they lie.
-        sums: of payloads as they lie on the device.
-        lengths: int64[k], bytes of each piece that is copied.
-        inside: int64[k], where each begins in a payload.
-    """
-
-    def __init__(self, program: Program, segments: tuple[int, ...]) -> None:
-        self.program, device = program, program.binding.device
-        lengths: tuple[int, ...] = (program.payload_bytes,)
-        self.straight = False
-        if program.direct and program.grains is not None:
-            runs = program.buffers(np.empty(0, np.int64))[1]
-            self.straight = LaneSums(runs, segments, device).unit_bytes <= program.grains.word_bytes
-            lengths = runs if self.straight else lengths
-        self.sums = LaneSums(lengths, segments, device)
-        self.lengths = np.array(lengths, np.int64)
-        self.inside = np.cumsum(self.lengths) - self.lengths
-
-
 @dataclass(slots=True)
-class _Buffer:
-    """Payloads of one batch on the device; `free` is when the next may write it."""
+class _Request:
+    """A batch that waits for its turn, or is on the device."""
 
-    memory: Tensor
-    free: Any = None
-
-    def rows(self, count: int, size_bytes: int) -> NDArray[np.int64]:
-        """int64[count, 1], where payloads of so many bytes begin."""
-        return (self.memory.data_ptr() + size_bytes * np.arange(count, dtype=np.int64))[:, None]
-
-    def payloads(self, count: int, size_bytes: int) -> Tensor:
-        """uint8[count, size_bytes], the same as a tensor."""
-        return self.memory[: count * size_bytes].view(count, size_bytes)
+    plan: Plan
+    ids: NDArray[np.int64]
+    address: NDArray[np.int64]
+    after: StreamEvent | None = None
+    landed: Pending[Sums | None] = field(default_factory=Pending)
 
 
 class _Way:
-    """One direction: its streams, its buffers, and the thread that waits for it."""
+    """One direction: its streams, its desks, who waits for them, and the thread that waits for the device."""
 
-    def __init__(self, name: str, device: torch.device, buffer_bytes: int) -> None:
-        self.lock = threading.Lock()
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        batch_bytes: int,
+        issue: Callable[[_Way, Desk, _Request], None],
+        fault: Callable[[Exception], object],
+    ) -> None:
         self.kernels: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's own stub
         self.bus: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's own stub
         self.lane = ThreadLane(f"kvc-{name}-{device.index or 0}")
-        self._buffer_bytes, self._device = buffer_bytes, device
-        self._buffers: list[_Buffer] = []
-        self._turn = 0
+        self._device, self._issue, self._fault = device, issue, fault
+        self._there = torch.cuda.device(device)  # entered under the lock only: making one costs more
+        self._lock = threading.Lock()
+        self._line: Line[_Request] = Line()
+        with torch.cuda.device(device):
+            self._free = [Desk(device, batch_bytes) for _ in range(ON_DEVICE)]
 
-    def buffer(self, size_bytes: int) -> _Buffer:
-        """The next buffer; the stream that writes it must wait for its `free` first."""
-        if len(self._buffers) < BUFFERS:
-            with torch.cuda.stream(self.kernels):
-                size = max(size_bytes, self._buffer_bytes)
-                self._buffers.append(_Buffer(torch.empty(size, dtype=torch.uint8, device=self._device)))
-            self.bus.wait_stream(self.kernels)  # what had the memory before
-        found = self._buffers[self._turn % BUFFERS]
-        self._turn += 1
-        if len(found.memory) < size_bytes:
-            raise UsageFault(f"a batch of {size_bytes:,} B; the buffers have {len(found.memory):,} B")
-        return found
+    def prepare(self, plan: Plan) -> None:
+        """Take the memory that batches will need: later it would wait for all that the device does."""
+        with self._lock, torch.cuda.stream(self.kernels):
+            for desk in self._free:
+                if not plan.straight:
+                    desk.payloads(0, 1)
+        torch.cuda.synchronize(self._device)
+
+    def put(self, request: _Request, urgency: Urgency) -> None:
+        """Let a request take its turn."""
+        with self._lock:
+            self._line.push(request, urgency)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Give free desks to whoever is next; whoever comes here first does it."""
+        failed: list[_Request] = []
+        with self._lock, self._there:
+            while self._line and self._free:
+                request, desk = self._line.pop(), self._free.pop()
+                try:
+                    self._issue(self, desk, request)
+                    self.lane.submit(partial(self._land, request, desk))
+                except Exception as error:  # noqa: BLE001 - kept by the owner; the copy has failed (R4)
+                    self._fault(error)
+                    self._drain()  # what was queued before must not outlive the operation (R3)
+                    self._free.append(desk)
+                    failed.append(request)
+        for request in failed:
+            request.landed.settle(None)
+
+    def _land(self, request: _Request, desk: Desk) -> None:
+        """Wait for a batch; its desk goes on before its owner is told, so that the device need not wait."""
+        found: Sums | None = None
+        try:
+            desk.done.synchronize()
+            sums, count = request.plan.sums, len(request.ids)
+            found = sums.joined(desk.found[: count * len(sums)].reshape(count, len(sums)))
+        except Exception as error:  # noqa: BLE001 - kept by the owner; the copy has failed (R4)
+            self._fault(error)
+        with self._lock:
+            self._free.append(desk)
+        self._serve()
+        request.landed.settle(found)
+
+    def _drain(self) -> None:
+        try:
+            self.kernels.synchronize()
+            self.bus.synchronize()
+        except Exception as error:  # noqa: BLE001 - kept by the owner
+            self._fault(error)
 
 
 class DeviceMover:
@@ -122,7 +146,12 @@ class DeviceMover:
         batch_bytes: payload of the largest batch.
         fault: told of what went wrong on the device.
         batched_copies: hand many copies to the driver in one call.
+
+    Attributes:
+        allocate: where host memory comes from that it is quick with.
     """
+
+    allocate: Allocate | None = staticmethod(pinned_memory)
 
     def __init__(
         self,
@@ -132,65 +161,57 @@ class DeviceMover:
         *,
         batched_copies: bool = True,
     ) -> None:
-        self._device, self._fault, self._batched = device, fault, batched_copies
+        self._batch_bytes, self._batched = batch_bytes, batched_copies
         self._driver = driver()
-        self._out, self._in = _Way("out", device, batch_bytes), _Way("in", device, batch_bytes)
+        self._out = _Way("out", device, batch_bytes, self._send, fault)
+        self._in = _Way("in", device, batch_bytes, self._receive, fault)
         self._counts: Counter[str] = Counter()
 
-    def after(self, event: StreamEvent) -> None:
-        """Let everything that leaves from now on wait for an event, on the device (C2)."""
-        with self._out.lock:
-            event.wait(self._out.kernels)
-            event.wait(self._out.bus)
+    def plan(self, program: Program, segments: tuple[int, ...]) -> Plan:
+        """What `out` and `into` need of a program; made before the first of them, since it takes a while."""
+        plan = Plan(program, segments)
+        with torch.cuda.device(plan.device):
+            if has_kernels():
+                plan.warm(Desk(plan.device, 0))
+            for way in (self._out, self._in):
+                way.prepare(plan)
+        return plan
 
-    def out(self, plan: Plan, blocks: Blocks, address: NDArray[np.int64]) -> Pending[Sums | None]:
+    def out(
+        self,
+        plan: Plan,
+        blocks: Blocks,
+        address: NDArray[np.int64],
+        *,
+        urgency: Urgency = Urgency.RESTORE,
+        after: StreamEvent | None = None,
+    ) -> Pending[Sums | None]:
         """Copy pages to host memory.
 
         Args:
             plan: of their program.
             blocks: int[n], or [n, pages], which must not change until the copy has landed (C1).
             address: int64[n], where each payload is to lie; pinned, or the copy is slow.
+            urgency: which of those that wait goes first.
+            after: what the pages were written before; the device waits for it, not the caller (C2).
 
         Returns:
             uint32[n, segments], once all has landed; None if the device failed.
 
         Raises:
-            UsageFault: a block id is out of range.
+            UsageFault: a block id is out of range, or the batch is too large.
         """
-        way = self._out
         ids = checked_blocks(plan.program, blocks)
-        with way.lock, torch.cuda.device(self._device):
-            try:
-                return self._send(way, plan, ids, address)
-            except Exception:
-                _drain(way)  # what was queued before must not outlive the operation (R3)
-                raise
+        return self._put(self._out, _Request(plan, ids, address, after), urgency)
 
-    def _send(
-        self, way: _Way, plan: Plan, ids: NDArray[np.int64], address: NDArray[np.int64]
-    ) -> Pending[Any]:
-        ready, buffer, source = _event(), None, self._pages(plan, ids)
-        with torch.cuda.stream(way.kernels):
-            if source is None:
-                buffer = way.buffer(len(ids) * plan.program.payload_bytes)
-                if buffer.free is not None:
-                    way.kernels.wait_event(buffer.free)
-                source = buffer.rows(len(ids), plan.program.payload_bytes)
-                given = self._given(ids, source)
-                _gather(plan, ids, given, buffer)
-                sums = _sums(plan, given[1][:, None], buffer, len(ids))
-            else:
-                sums = plan.sums.sums(on_device(source, self._device))
-            ready.record(way.kernels)
-        with torch.cuda.stream(way.bus):
-            if buffer is not None:
-                way.bus.wait_event(ready)
-            self._copy("out", address[:, None] + plan.inside, source, plan.lengths, way.bus)
-            way.bus.wait_event(ready)
-            host = _to_host(sums)  # behind the payloads: the next batch need not wait for it
-        return self._landing(way, way.bus, buffer, host, sums)
-
-    def into(self, plan: Plan, blocks: Blocks, address: NDArray[np.int64]) -> Pending[Sums | None]:
+    def into(
+        self,
+        plan: Plan,
+        blocks: Blocks,
+        address: NDArray[np.int64],
+        *,
+        urgency: Urgency = Urgency.RESTORE,
+    ) -> Pending[Sums | None]:
         """Copy payloads in host memory to pages, and sum them as they lie on the device.
 
         The pages hold what arrived, whatever its sums are.
@@ -199,94 +220,71 @@ class DeviceMover:
             plan: of their program.
             blocks: int[n], or [n, pages], none twice, that nothing on the device reads or writes.
             address: int64[n], where each payload lies.
+            urgency: which of those that wait goes first.
 
         Returns:
             uint32[n, segments], once the pages are written; None if the device failed.
 
         Raises:
-            UsageFault: a block id is out of range or repeated.
+            UsageFault: a block id is out of range or repeated, or the batch is too large.
         """
-        way = self._in
         ids = checked_blocks(plan.program, blocks, holes=True)
         refuse_repeated(plan.program, ids)
-        with way.lock, torch.cuda.device(self._device):
-            try:
-                return self._receive(way, plan, ids, address)
-            except Exception:
-                _drain(way)
-                raise
+        return self._put(self._in, _Request(plan, ids, address), urgency)
 
-    def _receive(
-        self, way: _Way, plan: Plan, ids: NDArray[np.int64], address: NDArray[np.int64]
-    ) -> Pending[Any]:
-        arrived, buffer, target = _event(), None, self._pages(plan, ids)
-        with torch.cuda.stream(way.kernels):
-            if target is None:
-                buffer = way.buffer(len(ids) * plan.program.payload_bytes)
-                target = buffer.rows(len(ids), plan.program.payload_bytes)
-                given = self._given(ids, target)
-            else:
-                given = (on_device(target, self._device),)
-        with torch.cuda.stream(way.bus):
-            if buffer is not None and buffer.free is not None:
-                way.bus.wait_event(buffer.free)
-            self._copy("in", target, address[:, None] + plan.inside, plan.lengths, way.bus)
-            arrived.record(way.bus)
-        with torch.cuda.stream(way.kernels):
-            way.kernels.wait_event(arrived)
-            if buffer is None:
-                sums = plan.sums.sums(given[0])
-            else:
-                sums = _sums(plan, given[1][:, None], buffer, len(ids))
-                _scatter(plan, ids, given, buffer)
-            host = _to_host(sums)
-        return self._landing(way, way.kernels, buffer, host, sums)
+    def _put(self, way: _Way, request: _Request, urgency: Urgency) -> Pending[Sums | None]:
+        if not len(request.ids):
+            request.landed.settle(np.empty((0, request.plan.sums.segments), np.uint32))
+            return request.landed
+        size = len(request.ids) * request.plan.program.payload_bytes
+        if size > self._batch_bytes:
+            raise UsageFault(f"a batch of {size:,} B; the buffers have {self._batch_bytes:,} B")
+        way.put(request, urgency)
+        return request.landed
 
-    def _given(self, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """Blocks, flat, and where payloads lie, for a kernel, in one copy."""
-        flat = on_device(np.concatenate([ids, rows], axis=None), self._device)
-        return flat[: ids.size], flat[ids.size :]
+    def _send(self, way: _Way, desk: Desk, request: _Request) -> None:
+        plan, ids, count = request.plan, request.ids, len(request.ids)
+        desk.prepare(ids, count * len(plan.sums))
+        target = plan.host_pieces(request.address)
+        if request.after is not None:
+            request.after.wait(way.kernels)
+        if plan.straight:
+            if request.after is not None:
+                request.after.wait(way.bus)
+            self._copy("out", plan, target, plan.program.buffers(ids)[0].ravel(), way.bus)
+            plan.carry(desk, count, None, way.kernels, read=True, write=False)
+            desk.ready.record(way.kernels)
+            way.bus.wait_event(desk.ready)
+        else:
+            buffer = desk.payloads(count, plan.program.payload_bytes)
+            _gather(plan, desk, ids, buffer, way.kernels)
+            desk.ready.record(way.kernels)
+            way.bus.wait_event(desk.ready)
+            self._copy("out", plan, target, _rows(buffer), way.bus)
+        desk.done.record(way.bus)
 
-    def _pages(self, plan: Plan, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Where the pieces of pages lie, int64[n, k], if they are copied straight."""
-        return plan.program.buffers(ids)[0] if plan.straight else None
+    def _receive(self, way: _Way, desk: Desk, request: _Request) -> None:
+        plan, ids, count = request.plan, request.ids, len(request.ids)
+        desk.prepare(ids, count * len(plan.sums))
+        source = plan.host_pieces(request.address)
+        buffer = None if plan.straight else desk.payloads(count, plan.program.payload_bytes)
+        target = plan.program.buffers(ids)[0].ravel() if buffer is None else _rows(buffer)
+        self._copy("in", plan, target, source, way.bus)
+        desk.ready.record(way.bus)
+        way.kernels.wait_event(desk.ready)
+        if buffer is None:
+            plan.carry(desk, count, None, way.kernels, read=True, write=False)
+        else:
+            _scatter(plan, desk, ids, buffer, way.kernels)
+        desk.done.record(way.kernels)
 
     def _copy(
-        self,
-        way: str,
-        target: NDArray[np.int64],
-        source: NDArray[np.int64],
-        size_bytes: NDArray[np.int64],
-        stream: Any,
+        self, way: str, plan: Plan, target: NDArray[np.int64], source: NDArray[np.int64], stream: Any
     ) -> None:
-        size_bytes = np.broadcast_to(size_bytes, target.shape)
-        flat = target.ravel(), source.ravel(), size_bytes.ravel()
-        made = self._driver.copy(*flat, stream.cuda_stream, batched=self._batched)
+        sizes = plan.sizes(len(target) // len(plan.lengths))
+        made = self._driver.copy(target, source, sizes, stream.cuda_stream, batched=self._batched)
         self._counts[f"device_copies_{way}"] += made
-        self._counts[f"device_bytes_{way}"] += int(size_bytes.sum())
-
-    def _landing(
-        self, way: _Way, stream: Any, buffer: _Buffer | None, host: Tensor, keep: object
-    ) -> Pending[Any]:
-        done = _event(blocking=True)
-        done.record(stream)
-        if buffer is not None:
-            buffer.free = done
-        landed: Pending[Sums | None] = Pending()
-
-        def wait() -> None:
-            found: Sums | None = None
-            try:
-                done.synchronize()
-                found = host.numpy().view(np.uint32)
-            except Exception as error:  # noqa: BLE001 - kept by the owner; the copy has failed (R4)
-                self._fault(error)
-            del keep_[:]
-            landed.settle(found)
-
-        keep_ = [keep, buffer]
-        way.lane.submit(wait)
-        return landed
+        self._counts[f"device_bytes_{way}"] += len(target) // len(plan.lengths) * plan.program.payload_bytes
 
     def stats(self) -> dict[str, int]:
         """Counters of copies and bytes by direction, and whether kernels of ours run (1) or torch's (0)."""
@@ -299,34 +297,35 @@ class DeviceMover:
         return all(ended)
 
 
-def _to_host(sums: Tensor) -> Tensor:
-    return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-
-
-def _gather(plan: Plan, ids: NDArray[np.int64], given: tuple[Tensor, ...], buffer: _Buffer) -> None:
+def _gather(plan: Plan, desk: Desk, ids: NDArray[np.int64], buffer: Tensor, stream: Any) -> None:
+    """Pages to payloads, and their sums."""
     if plan.program.grains is not None:
-        plan.program.grains.move(given[0], given[1], to_wire=True)
-    else:
-        plan.program.gather(ids, buffer.payloads(len(ids), plan.program.payload_bytes))
+        plan.carry(desk, len(ids), buffer, stream, read=True, write=True)
+        return
+    with torch.cuda.stream(stream):
+        plan.program.gather(ids, buffer)
+        _sums(plan, desk, buffer, stream)
 
 
-def _scatter(plan: Plan, ids: NDArray[np.int64], given: tuple[Tensor, ...], buffer: _Buffer) -> None:
+def _scatter(plan: Plan, desk: Desk, ids: NDArray[np.int64], buffer: Tensor, stream: Any) -> None:
+    """Payloads to pages, and their sums."""
     if plan.program.grains is not None:
-        plan.program.grains.move(given[0], given[1], to_wire=False)
-    else:
-        plan.program.scatter(ids, buffer.payloads(len(ids), plan.program.payload_bytes))
+        plan.carry(desk, len(ids), buffer, stream, read=False, write=True)
+        return
+    with torch.cuda.stream(stream):
+        _sums(plan, desk, buffer, stream)
+        plan.program.scatter(ids, buffer)
 
 
-def _sums(plan: Plan, address: Tensor, buffer: _Buffer, count: int) -> Tensor:
+def _sums(plan: Plan, desk: Desk, buffer: Tensor, stream: Any) -> None:
     if has_kernels():
-        return plan.sums.sums(address)
-    return plan.sums.reference(buffer.payloads(count, plan.program.payload_bytes))
+        plan.carry(desk, len(buffer), buffer, stream, read=False, write=False)
+        return
+    shares = plan.sums.reference(buffer)
+    torch.from_numpy(desk.found[: shares.numel()]).view(shares.shape).copy_(shares, non_blocking=True)
 
 
-def _event(*, blocking: bool = False) -> Any:
-    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call] # torch's own stub
-
-
-def _drain(way: _Way) -> None:
-    way.kernels.synchronize()
-    way.bus.synchronize()
+def _rows(buffer: Tensor) -> NDArray[np.int64]:
+    """int64[n], where payloads begin."""
+    rows: NDArray[np.int64] = buffer.data_ptr() + buffer.shape[1] * np.arange(len(buffer), dtype=np.int64)
+    return rows

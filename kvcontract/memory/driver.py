@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from kvcontract.contract.errors import EnvironmentFault
 from kvcontract.memory.host import joined
 
+LONG_BYTES: Final = 2**20
+"""Copies of this length gain nothing by being one."""
+
 _STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _ATTRIBUTES: Final = (_STREAM_ORDER, 0, 0, 0, 0, 0)  # order, hints of both sides, flags
 
@@ -56,7 +59,7 @@ class Driver:
         *,
         batched: bool = True,
     ) -> int:
-        """Queue copies on a stream; neighbours are joined first.
+        """Queue copies on a stream; short neighbours are joined first.
 
         Args:
             target: int64[n], addresses in memory of a device or of the host.
@@ -71,17 +74,29 @@ class Driver:
         Raises:
             EnvironmentFault: the driver refused.
         """
-        wanted = (np.ascontiguousarray(item, np.int64) for item in (target, source, size_bytes))
-        target, source, size_bytes = joined(*wanted)
-        count = len(target)
-        if count == 0:
+        target, source, size_bytes = (
+            np.ascontiguousarray(item, np.int64) for item in (target, source, size_bytes)
+        )
+        if len(target) == 0:
             return 0
+        if size_bytes[0] < LONG_BYTES:
+            target, source, size_bytes = joined(target, source, size_bytes)
+        count = len(target)
+        self._enter(stream)
         if batched and self.batched and count > 1:
             self._check("cuMemcpyBatchAsync", self._batched(target, source, size_bytes, stream))
             return count
         for to, at, size in zip(target.tolist(), source.tolist(), size_bytes.tolist(), strict=True):
             self._check("cuMemcpyAsync", self._lib.cuMemcpyAsync(to, at, size, stream))
         return count
+
+    def _enter(self, stream: int) -> None:
+        """Use the device of a stream, in a thread that has used none."""
+        context, handle = ctypes.c_void_p(), ctypes.c_void_p(stream)
+        self._lib.cuCtxGetCurrent(ctypes.byref(context))
+        if not context:
+            self._check("cuStreamGetCtx", self._lib.cuStreamGetCtx(handle, ctypes.byref(context)))
+            self._check("cuCtxSetCurrent", self._lib.cuCtxSetCurrent(context))
 
     def _batched(
         self,

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-TILE_BYTES: Final = 16 * 1024
-"""What one program of the kernel copies."""
+WIDE_BYTES: Final = 16
+"""What a device reads or writes at most in one go."""
 
 MOST_GRAINS: Final = 2**20
 """A longer table would cost more to read than the payload."""
@@ -71,6 +71,10 @@ class Grains:
         grain_bytes: of each.
         word_bytes: what addresses and strides are multiples of; 1, 2, 4 or 8.
         device: of the pages.
+
+    Attributes:
+        rows: int64[grains, 3], `table` on the device.
+        wide: whether grains and all that is between them are multiples of WIDE_BYTES.
     """
 
     def __init__(
@@ -83,11 +87,10 @@ class Grains:
         word_bytes: int,
         device: torch.device,
     ) -> None:
-        self.grain_bytes, self.word_bytes = grain_bytes, word_bytes
-        self._words = len(address) * grain_bytes // word_bytes
-        self._address = torch.from_numpy(address).to(device)
-        self._stride = torch.from_numpy(stride).to(device)
-        self._page, self._pages = torch.from_numpy(page).to(device), pages
+        self.grain_bytes, self.word_bytes, self.pages = grain_bytes, word_bytes, pages
+        steps = (int(np.gcd.reduce(address)), int(np.gcd.reduce(stride)))
+        self.wide = all(size % WIDE_BYTES == 0 for size in (grain_bytes, *steps))
+        self.rows = torch.from_numpy(np.stack([address, stride, page], 1)).to(device)
 
     @classmethod
     def of(
@@ -113,32 +116,4 @@ class Grains:
 
     def table(self) -> NDArray[np.int64]:
         """int64[grains, 3]: where each grain of block 0 lies, or 0; bytes from block to block; its page."""
-        return torch.stack([self._address, self._stride, self._page], 1).cpu().numpy()
-
-    def move(self, ids: Tensor, wire: Tensor, *, to_wire: bool) -> None:
-        """Copy blocks to payloads, or back, on the current stream.
-
-        Args:
-            ids: int64[n * pages], blocks that exist, record by record; none twice when pages are written, and
-                0 for a page that is left out, where a record has several.
-            wire: int64[n], where each payload lies, in multiples of `word_bytes`.
-            to_wire: the direction.
-        """
-        from kvcontract.memory import kernels  # noqa: PLC0415 - only where triton is
-
-        tile = TILE_BYTES // self.word_bytes
-        kernels.move[-(-self._words // tile), len(wire)](
-            self._address,
-            self._stride,
-            self._page,
-            ids,
-            wire,
-            self._words,
-            GRAIN=self.grain_bytes // self.word_bytes,
-            TILE=tile,
-            WORD=kernels.UNITS[self.word_bytes],
-            WORD_BYTES=self.word_bytes,
-            TO_WIRE=to_wire,
-            PAGES=self._pages,
-            num_warps=8,
-        )
+        return self.rows.cpu().numpy()

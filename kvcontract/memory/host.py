@@ -10,6 +10,12 @@ from numpy.typing import NDArray
 Address = NDArray[np.int64]
 
 
+def aligned_memory(size_bytes: int, align_bytes: int, *, zeroed: bool = False) -> NDArray[np.uint8]:
+    """uint8[bytes] that begins at a multiple of something."""
+    whole = (np.zeros if zeroed else np.empty)(size_bytes + align_bytes, np.uint8)
+    return whole[-whole.ctypes.data % align_bytes :][:size_bytes]
+
+
 def copy_runs(target: Address, source: Address, size_bytes: Address) -> None:
     """Copy pieces of memory, one after the other; the GIL is released while bytes move.
 

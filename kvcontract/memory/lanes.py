@@ -18,11 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcontract.memory.checksum import crc32c, cuts
+from kvcontract.memory.checksum import crc32c
 
 LANES: Final = 1024
+JOINS: Final = 5
+"""How often neighbouring lanes are joined before a table tells how far the rest is from the end."""
+
 PART_BYTES: Final = 256 * 1024
-"""Bytes that one program sums: enough parts to fill a device, few enough to join cheaply."""
+"""Bytes that are summed in one go: enough parts to share them out evenly, few enough to join cheaply."""
 
 _POLYNOMIAL: Final = 0x82F63B78  # Castagnoli, reflected
 _BITS: Final = 32
@@ -67,19 +70,20 @@ def advance(unit_bytes: int, units: int) -> Columns:
     return found
 
 
-def _step_table(unit_bytes: int) -> NDArray[np.uint32]:
-    """uint32[4, 256]: a state's bytes after LANES units of zeros."""
+def _step_table(unit_bytes: int, units: int) -> NDArray[np.uint32]:
+    """uint32[4, 256]: a state's bytes after some units of zeros."""
     values = np.arange(256, dtype=np.uint32)
-    matrix = advance(unit_bytes, LANES)
+    matrix = advance(unit_bytes, units)
     return np.stack([_apply(matrix, values << np.uint32(8 * byte)) for byte in range(4)])
 
 
 def _lane_table(unit_bytes: int) -> NDArray[np.uint32]:
-    """uint32[32, LANES]: each bit of lane l's state after the LANES - 1 - l units that follow it."""
-    table = np.empty((LANES, _BITS), np.uint32)
-    table[LANES - 1] = np.uint32(1) << np.arange(_BITS, dtype=np.uint32)
-    one = _power(unit_bytes, 0)
-    for lane in range(LANES - 2, -1, -1):
+    """uint32[32, n]: each bit of what is left of n joined lanes, after the units that follow it."""
+    count = LANES >> JOINS
+    table = np.empty((count, _BITS), np.uint32)
+    table[count - 1] = np.uint32(1) << np.arange(_BITS, dtype=np.uint32)
+    one = advance(unit_bytes, 1 << JOINS)
+    for lane in range(count - 2, -1, -1):
         table[lane] = _apply(one, table[lane + 1])
     return np.ascontiguousarray(table.T)
 
@@ -103,91 +107,82 @@ class _Tables:
     """Of one unit, on one device."""
 
     step: Tensor
+    joins: Tensor
     lanes: Tensor
 
 
 @cache
 def _tables(unit_bytes: int, device: torch.device) -> _Tables:
-    return _Tables(_on(device, _step_table(unit_bytes)), _on(device, _lane_table(unit_bytes)))
+    joins = np.stack([_step_table(unit_bytes, 1 << level) for level in range(JOINS)])
+    step = _step_table(unit_bytes, LANES)
+    return _Tables(_on(device, step), _on(device, joins), _on(device, _lane_table(unit_bytes)))
 
 
 class LaneSums:
-    """Sums the segments of records on a device.
+    """Sums the segments of payloads on a device, part by part.
 
     Args:
-        length_bytes: of each piece of a record, in order.
-        segments: bytes of each segment; they add up to the pieces.
-        device: where the records lie.
-        part_bytes: what one program sums.
+        segments: bytes of each segment; they add up to the payload.
+        device: where payloads lie.
+        word_bytes: what their pieces are aligned to; 4 is enough.
+        part_bytes: what is summed in one go.
+
+    Attributes:
+        unit_bytes: 4, or 1 where something lies between.
+        segments: how many.
+        parts: int32[parts, 2], the first unit of each, and how many.
+        columns: int32[parts, 32], from the state of each to its share of the segment's sum.
+        step: int32[4, 256], a state's bytes after LANES units of zeros.
+        joins: int32[JOINS, 4, 256], likewise after 1, 2, 4, ... units.
+        lanes: int32[32, LANES >> JOINS], each bit of what is left then, after the units that follow.
     """
 
     def __init__(
         self,
-        length_bytes: Sequence[int],
         segments: Sequence[int],
         device: torch.device,
+        word_bytes: int = 4,
         part_bytes: int = PART_BYTES,
     ) -> None:
-        found = cuts(length_bytes, segments)
-        odd = any(inside % 4 or size % 4 for cut in found for _, inside, size in cut)
-        self.unit_bytes = 1 if odd else 4
-        self.pieces, self.segments = len(length_bytes), len(segments)
-        self._parts: list[tuple[int, int, int, int]] = []
-        columns = []
-        for segment, cut in enumerate(found):
-            left = segments[segment]
-            for piece, inside, size in cut:
-                for at in range(0, size, part_bytes):
-                    step = min(part_bytes, size - at)
-                    left -= step
-                    self._parts.append((piece, inside + at, step // self.unit_bytes, segment))
-                    columns.append(advance(self.unit_bytes, left // self.unit_bytes + 1))
-        self._columns = _on(device, np.stack(columns))
-        self._table = torch.tensor(self._parts, dtype=torch.int64).to(device)
-        zeros = np.array([_of_zeros(size) for size in segments], np.uint32)
-        self._of_zeros = _on(device, zeros)
-        self._tables = _tables(self.unit_bytes, device)
+        whole = word_bytes % 4 == 0 and not any(size % 4 for size in segments)
+        self.unit_bytes = 4 if whole else 1
+        parts: list[tuple[int, int]] = []
+        columns, self._first = [], np.zeros(len(segments), np.int64)
+        begin = 0
+        for number, size in enumerate(segments):
+            self._first[number] = len(parts)
+            for at in range(0, size, part_bytes):
+                step = min(part_bytes, size - at)
+                parts.append(((begin + at) // self.unit_bytes, step // self.unit_bytes))
+                columns.append(advance(self.unit_bytes, (size - at - step) // self.unit_bytes + 1))
+            begin += size
+        self._parts, self.segments = parts, len(segments)
+        self._of_zeros = np.array([_of_zeros(size) for size in segments], np.uint32)
+        self.parts = torch.tensor(parts, dtype=torch.int32).to(device)
+        self.columns = _on(device, np.stack(columns))
+        tables = _tables(self.unit_bytes, device)
+        self.step, self.joins, self.lanes = tables.step, tables.joins, tables.lanes
 
-    def sums(self, address: Tensor) -> Tensor:
-        """crc32c of each segment, by our kernel, on the current stream.
+    def __len__(self) -> int:
+        return len(self._parts)
 
-        Args:
-            address: int64[n, pieces], where each piece of each record begins; multiples of `unit_bytes`.
+    def aligned(self, units: int) -> bool:
+        """Whether every part begins and ends between groups of so many units."""
+        return all(first % units == 0 and size % units == 0 for first, size in self._parts)
 
-        Returns:
-            int32[n, segments], the bits of the sums.
-        """
-        from kvcontract.memory import kernels  # noqa: PLC0415 - only where triton is
-
-        out = self._of_zeros.repeat(len(address), 1)
-        tables = self._tables
-        kernels.sum_parts[len(self._parts), len(address)](
-            address,
-            self._table,
-            self._columns,
-            tables.step,
-            tables.lanes,
-            out,
-            self.pieces,
-            self.segments,
-            LANES=LANES,
-            UNIT=kernels.UNITS[self.unit_bytes],
-            num_warps=8,
-        )
-        return out
+    def joined(self, shares: NDArray[np.int32]) -> NDArray[np.uint32]:
+        """crc32c of each segment, uint32[n, segments], from what the parts give, int32[n, parts]."""
+        found: NDArray[np.uint32] = np.bitwise_xor.reduceat(shares.view(np.uint32), self._first, axis=1)
+        return found ^ self._of_zeros
 
     def reference(self, payloads: Tensor) -> Tensor:
-        """The same of uint8[n, payload_bytes] in one piece, in torch: for devices without triton.
-
-        Raises:
-            UsageFault: records of several pieces.
-        """
-        tables = self._tables
-        step, lanes = tables.step.long() & _MASK, tables.lanes.long() & _MASK
-        out = (self._of_zeros.long() & _MASK).repeat(len(payloads), 1)
-        for (_, offset, units, segment), columns in zip(self._parts, self._columns, strict=True):
+        """What the parts of uint8[n, payload_bytes] give, in torch: for devices without triton."""
+        step, lanes = self.step.long() & _MASK, self.lanes.long() & _MASK
+        joins = self.joins.long() & _MASK
+        shares = torch.empty(len(payloads), len(self), dtype=torch.int32, device=payloads.device)
+        for number, ((offset, units), columns) in enumerate(zip(self._parts, self.columns, strict=True)):
             rows = -(-units // LANES)
-            data = payloads[:, offset : offset + units * self.unit_bytes]
+            data = payloads[:, offset * self.unit_bytes : (offset + units) * self.unit_bytes]
             padded = torch.zeros(
                 len(data), rows * LANES * self.unit_bytes, dtype=torch.uint8, device=data.device
             )
@@ -196,16 +191,19 @@ class LaneSums:
             words = words.view(len(data), rows, LANES)
             state = words[:, 0].long() & _MASK
             for row in range(1, rows):
-                state = (
-                    step[0][state & 255]
-                    ^ step[1][state >> 8 & 255]
-                    ^ step[2][state >> 16 & 255]
-                    ^ step[3][state >> 24]
-                    ^ (words[:, row].long() & _MASK)
-                )
+                state = _moved(state, step) ^ (words[:, row].long() & _MASK)
+            for join in joins:
+                state = _moved(state[:, ::2], join) ^ state[:, 1::2]
             root = _folded(state, lanes)
-            out[:, segment] ^= _folded(root[:, None].expand(-1, 1), (columns.long() & _MASK)[:, None])
-        return out.to(torch.int32)
+            share = _folded(root[:, None].expand(-1, 1), (columns.long() & _MASK)[:, None])
+            shares[:, number] = share.to(torch.int32)
+        return shares
+
+
+def _moved(state: Tensor, step: Tensor) -> Tensor:
+    """States, int64[...], after the zeros of a step, int64[4, 256]."""
+    low = step[0][state & 255] ^ step[1][state >> 8 & 255]
+    return low ^ step[2][state >> 16 & 255] ^ step[3][state >> 24]
 
 
 def _folded(states: Tensor, columns: Tensor) -> Tensor:

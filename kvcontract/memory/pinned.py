@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from kvcontract.contract.errors import EnvironmentFault
+from kvcontract.memory.slab import Allocate, Slab
 
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: for every device of the process
 _HUGE: Final = 2 * 2**20
@@ -38,6 +39,18 @@ def pinned_memory(size_bytes: int) -> Any:
     # The mapping is an argument, so it outlives the lock on it.
     weakref.finalize(buffer, _unpin, start, room).atexit = False
     return buffer
+
+
+def host_memory(device: torch.device | str, size_bytes: int) -> Allocate | None:
+    """Where memory for records comes from beside pages on a device; None: from anywhere.
+
+    Pinned, where the device needs it, and all of it now: while the device works, pinning waits for it.
+
+    Args:
+        device: where pages lie.
+        size_bytes: of all records.
+    """
+    return Slab(size_bytes, pinned_memory) if torch.device(device).type == "cuda" else None
 
 
 def _unpin(start: int, _room: mmap.mmap) -> None:

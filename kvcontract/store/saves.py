@@ -15,7 +15,7 @@ from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.handoffs import Handoff
 from kvcontract.store.marks import Flags, Generations, Saving
 from kvcontract.store.rank import Rank
-from kvcontract.store.workers import After
+from kvcontract.store.worker import After
 from kvcontract.tiers.base import Code, SaveClass
 from kvcontract.tiers.cipher import NO_KEY, KeyId
 

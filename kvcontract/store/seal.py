@@ -38,7 +38,8 @@ from kvcontract.store.relay import Relays
 from kvcontract.store.saves import NOTHING, Batch, PinBudget, Run, SavingBudgets, SealReport, Shed
 from kvcontract.store.stats import Tally
 from kvcontract.store.tier_policy import TierPolicy
-from kvcontract.store.workers import After, Verdict, Workers
+from kvcontract.store.worker import After
+from kvcontract.store.workers import Verdict, Workers
 from kvcontract.tiers.base import Clock, Code, SaveClass
 from kvcontract.tiers.cipher import KeyId
 

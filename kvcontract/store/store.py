@@ -36,7 +36,7 @@ from kvcontract.store.rank import Rank
 from kvcontract.store.saves import NOTHING, SealReport
 from kvcontract.store.search import Ask
 from kvcontract.store.stats import StoreStats
-from kvcontract.store.workers import After
+from kvcontract.store.worker import After
 from kvcontract.tiers.base import Level, SaveClass, Tier
 
 __all__ = ["NOTHING", "KvStore", "StoreOptions"]

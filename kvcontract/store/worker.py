@@ -5,6 +5,9 @@ several.  Saving gathers its fields into wire order, sums its segments, puts a f
 address and length to a tier.  Loading is the same backwards, and nothing is reported OK before its frame and
 every segment have been checked as they landed (E7).  Pages of a record whose code is not OK hold undefined
 bytes.
+
+Pages on a device are copied by a mover, several batches at a time, straight between them and the memory of a
+tier that lends it.
 """
 
 from __future__ import annotations
@@ -21,25 +24,37 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import Layout
 from kvcontract.contract.model import KvModel
 from kvcontract.contract.wire import Part, fingerprint, parts, wire_record
-from kvcontract.core.lane import Lane, ThreadLane
+from kvcontract.core.lane import Lane, ThreadLane, Urgency
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.copy import Blocks
+from kvcontract.memory.device import DeviceMover, StreamEvent
 from kvcontract.memory.match import holds
 from kvcontract.memory.repack import compile_program
-from kvcontract.memory.staging import StagingBudget
-from kvcontract.store.chain import Chain, Job, Landing, PageKeys, Shard
+from kvcontract.memory.staging import Staging
+from kvcontract.store.chain import Chain, Job
+from kvcontract.store.landing import Mover, PageKeys, Shard
+from kvcontract.store.steps import Load, Save
 from kvcontract.tiers.base import Clock, Code, Codes, Lease, Op, RecordKeys, Rows, SaveClass, Tier
 from kvcontract.tiers.cipher import NO_KEY, KeyId, RecordCipher
-from kvcontract.tiers.frame import Flaw
 
 BATCH_BYTES: Final = 32 * 2**20
 """Payload that one batch moves: what a later, more urgent operation may have to wait for."""
 
 STAGING_BYTES: Final = 4 * BATCH_BYTES
-"""Staging memory of a worker."""
+"""Memory of a worker whose pages lie in host memory, for what cannot be moved as it lies."""
+
+RING_BYTES: Final = 8 * BATCH_BYTES
+"""Pinned memory of a worker beside a device, for each direction, taken at the first use of a tier that lends
+none of its own."""
+
+DEPTH: Final = 4
+"""Batches of one operation that are on their way at one time, where a device copies."""
 
 _KEPT_FAULTS: Final = 16
+
+After = Callable[[], object] | StreamEvent
+"""What the writing of pages is known by (C2): a function that waits for it, or an event of a device."""
 
 
 class Worker:
@@ -52,12 +67,16 @@ class Worker:
         max_tp: largest degree of tensor parallelism that may share the records.
         lane: where copies and checks run; None makes one, which `close` ends.
         clock: what deadlines are measured on.
-        staging_bytes: memory that operations may stage through at one time.
-        batch_bytes: payload that is moved between two looks at the deadline.
+        staging_bytes: memory that operations may stage through at one time; beside a device, each way. None:
+            STAGING_BYTES, or RING_BYTES.
+        batch_bytes: payload that is moved between two looks at the deadline, and at what is more urgent.
+        mover: who copies; None: this thread, or where pages lie on a device, streams of its own.
         cipher: of what leaves the process; None: nothing is encrypted.
 
     Attributes:
         parts: what can be saved and loaded.
+        mover: who copies; None: this worker, in its lane.
+        depth: batches of one operation that are on their way at one time.
         faults: the latest unexpected exceptions.
 
     Raises:
@@ -74,8 +93,9 @@ class Worker:
         max_tp: int,
         lane: Lane | None = None,
         clock: Clock = time.monotonic,
-        staging_bytes: int = STAGING_BYTES,
+        staging_bytes: int | None = None,
         batch_bytes: int = BATCH_BYTES,
+        mover: Mover | None = None,
         cipher: RecordCipher | None = None,
     ) -> None:
         self._cipher = cipher
@@ -94,11 +114,32 @@ class Worker:
         self._own_lane = lane is None
         self.lane: Lane = ThreadLane(f"kvc-worker-{layout_.worker}") if lane is None else lane
         self.clock = clock
-        self.staging = StagingBudget(staging_bytes)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._running: dict[Op, None] = {}  # in order: what is awaited must not depend on addresses
         self._closed = False
+        self.mover = mover or self._device_mover(bindings)
+        self.depth = 1 if self.mover is None else DEPTH
+        if self.mover is None:
+            self.staging = dict.fromkeys(("save", "load"), Staging(staging_bytes or STAGING_BYTES))
+            return
+        for shard in self._every_shard():
+            shard.plan = self.mover.plan(shard.program, shard.record.segments)
+        size, allocate = staging_bytes or RING_BYTES, self.mover.allocate
+        self.staging = {verb: Staging(size, allocate) for verb in ("save", "load")}
+
+    def _device_mover(self, bindings: Mapping[str, Binding]) -> Mover | None:
+        """The one for the device that the pages lie on, if they do."""
+        devices = {bindings[part.space].device for part in self.parts}
+        if all(device.type != "cuda" for device in devices):
+            return None
+        if len(devices) > 1:
+            raise UsageFault(f"one worker's memory on several devices: {sorted(map(str, devices))}")
+        largest = max(shard.batch_records * shard.record.payload_bytes for shard in self._every_shard())
+        return DeviceMover(devices.pop(), largest, self.fault)
+
+    def _every_shard(self) -> list[Shard]:
+        return [shard for shards in self._shards.values() for shard in shards]
 
     def shards(self, part: Part) -> int:
         """Records that this worker reads for one page of a part."""
@@ -115,7 +156,7 @@ class Worker:
     def record_bytes(self, part: Part, shard: int) -> int:
         """Bytes of one record, frame included."""
         found = next(item for item in self._shards[part.name] if item.record.shard == shard)
-        return found.record.payload_bytes + found.template.header_bytes
+        return found.record_bytes
 
     def record_keys(self, part: Part, page_keys: PageKeys) -> RecordKeys:
         """Keys of every record that this worker reads for some pages.
@@ -139,7 +180,7 @@ class Worker:
         blocks: Blocks,
         cls: SaveClass,
         deadline: float,
-        after: Callable[[], object] | None = None,
+        after: After | None = None,
         *,
         handoff: str | None = None,
         key: KeyId = NO_KEY,
@@ -155,7 +196,8 @@ class Worker:
             blocks: int[n], where they lie in the part's space; [n, pages] if a record has several.
             cls: why.
             deadline: no batch is begun after it.
-            after: waits until the pages have been written (C2); called once, in the lane.
+            after: when the pages have been written (C2): a function that waits, called once, in the lane; or
+                an event, which the device waits for.
             handoff: see `Tier.save`.
             key: that the payloads are encrypted with.
 
@@ -168,19 +210,17 @@ class Worker:
         shards = [shard for shard in self._shards[part.name] if shard.writes]
         cipher = self._cipher if key != NO_KEY else None
 
-        def issue(landing: Landing, pages: slice, _column: int) -> Op:
-            shard = landing.shard
-            landing.gather()
-            keys, seals = shard.keys(page_keys[pages]), None
-            if cipher is not None:
-                size, identity = shard.record.payload_bytes, shard.template.fingerprint
-                seals = cipher.seal(key, keys, identity, landing.address[:, 0], size)
-            landing.headers = shard.template.encode(keys, landing.sums(np.arange(len(keys))), seals)
-            return tier.save(keys, landing.buffers(), cls, deadline, handoff=handoff)
-
+        first: Callable[[], object] = _at_once
+        event: StreamEvent | None = None
+        if callable(after):
+            first = after
+        elif after is not None and self.mover is None:
+            first = after.synchronize
+        else:
+            event = after
         ids = np.asarray(blocks, np.int64)
-        job = Job("save", shards, ids, deadline, issue, after=after or _at_once, staged=cipher is not None)
-        return self._start(job)
+        steps = Save(self, tier, page_keys, ids, cls, deadline, handoff, event, cipher, key)
+        return self._start(Job("save", shards, len(ids), deadline, cls.urgency, steps, first))
 
     def load(
         self,
@@ -223,63 +263,18 @@ class Worker:
             return self._refused("load", count, wrong)
         table = np.asarray(rows, np.int64).reshape(count, len(shards))
 
-        def issue(landing: Landing, pages: slice, column: int) -> Op:
-            return tier.load(lease, table[pages, column], landing.buffers(), deadline)
-
-        def check(landing: Landing, pages: slice, column: int, codes: Codes) -> Codes:
-            codes = self._checked(landing, page_keys[pages], codes, clear)
-            damaged = table[pages, column][codes == Code.CORRUPT]
-            if len(damaged):
-                tier.discard(lease, damaged)
-            good = np.flatnonzero(codes == Code.OK)
-            landing.scatter(good)
-            return codes
-
-        return self._start(Job("load", shards, ids, deadline, issue, check, staged=clear is not None))
-
-    def _checked(self, landing: Landing, page_keys: PageKeys, codes: Codes, clear: bool | None) -> Codes:
-        """Codes with CORRUPT where the bytes that landed are not those that were saved.
-
-        A record whose key is not known here is a miss, and stays where it is: others may know the key.
-        """
-        codes = codes.copy()
-        rows = np.flatnonzero(codes == Code.OK)
-        shard = landing.shard
-        flaws, claimed = shard.template.verify(landing.headers[rows], shard.keys(page_keys[rows]))
-        wrong = (landing.sums(rows) != claimed).any(axis=1)
-        for at, (flaw, summed_wrong) in enumerate(zip(flaws, wrong.tolist(), strict=True)):
-            found = flaw or (Flaw.CORRUPT_PAYLOAD if summed_wrong else None)
-            if found is not None:
-                codes[rows[at]] = Code.CORRUPT
-                self.count(f"flaw_{found.value}")
-        if clear is not None and self._cipher is not None:
-            rows = np.flatnonzero(codes == Code.OK)
-            for row, found in zip(rows.tolist(), self._opened(landing, page_keys, rows, clear), strict=True):
-                if found is not None:
-                    codes[row] = Code.MISS if found is Flaw.UNKNOWN_KEY else Code.CORRUPT
-                    self.count(f"flaw_{found.value}")
-        return codes
-
-    def _opened(self, landing: Landing, page_keys: PageKeys, rows: Rows, clear: bool) -> list[Flaw | None]:
-        """Decrypt records that are whole, where they were staged."""
-        shard, cipher = landing.shard, self._cipher
-        if cipher is None:
-            return [None] * len(rows)
-        return cipher.open(
-            shard.template.seals(landing.headers[rows]),
-            shard.keys(page_keys[rows]),
-            shard.template.fingerprint,
-            landing.address[rows, 0],
-            shard.record.payload_bytes,
-            clear=clear,
-        )
+        cipher = None if clear is None else self._cipher
+        steps = Load(self, tier, lease, table, page_keys, ids, deadline, cipher, clear=bool(clear))
+        return self._start(Job("load", shards, count, deadline, Urgency.RESTORE, steps))
 
     def stats(self) -> dict[str, int]:
         """Gauges (operations, staging_bytes) and counters (pages by verb and code, records by flaw)."""
+        used = sum(staging.used_bytes for staging in set(self.staging.values()))
         with self._lock:
             return {
                 "operations": len(self._running),
-                "staging_bytes": self.staging.used_bytes,
+                "staging_bytes": used,
+                **({} if self.mover is None else self.mover.stats()),
                 **dict.fromkeys(("save_ok", "load_ok", "faults"), 0),
                 **self._counts,
             }
@@ -293,7 +288,8 @@ class Worker:
             all_of(running).wait(deadline - self.clock())
         except TimeoutError:
             return False
-        return self.lane.close(max(0.0, deadline - self.clock())) if self._own_lane else True
+        ended = self.mover is None or self.mover.close(max(0.0, deadline - self.clock()))
+        return (self.lane.close(max(0.0, deadline - self.clock())) and ended) if self._own_lane else ended
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter."""
@@ -327,7 +323,7 @@ class Worker:
             if not refused:
                 self._running[chain.op] = None
         if refused:
-            return self._refused(job.verb, len(job.blocks), "the worker is closed")
+            return self._refused(job.verb, job.pages, "the worker is closed")
         chain.start()
         return chain.op
 

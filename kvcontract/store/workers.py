@@ -6,7 +6,7 @@ Nothing here is decided twice: the rank asks a tier once for all shards, and han
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,14 +20,11 @@ from kvcontract.contract.wire import Part
 from kvcontract.core.lane import Lane
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.memory.copy import Blocks
-from kvcontract.store.chain import PageKeys
+from kvcontract.store.landing import PageKeys
 from kvcontract.store.rank import Rank
-from kvcontract.store.worker import Worker
+from kvcontract.store.worker import After, Worker
 from kvcontract.tiers.base import Clock, Code, Codes, Lease, Op, RecordKeys, SaveClass, Tier, record_keys
 from kvcontract.tiers.cipher import NO_KEY, KeyId, RecordCipher, leaves
-
-After = Callable[[], object]
-"""Waited for, on a worker's lane, before its first byte is read (C2)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,8 +150,8 @@ class Workers:
     ) -> Pending[Verdict]:
         """Every worker saves its share; arguments are those of `Worker.save`, blocks int[n, record_pages].
 
-        `after` is waited for by each worker that writes, on its own lane.  Where the tier's records are to be
-        encrypted and no key is known (`key` is None), nothing is saved.
+        `after` is waited for by each worker that writes, on its own lane or device.  Where the tier's records
+        are to be encrypted and no key is known (`key` is None), nothing is saved.
         """
         used = key if self._encrypts(tier) else NO_KEY
         if used is None:

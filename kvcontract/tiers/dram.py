@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count as numbers
-from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.core.lane import Lane, ThreadLane
+from kvcontract.core.lane import Lane, ThreadLane, Urgency
 from kvcontract.core.pending import Pending, all_of
+from kvcontract.memory.slab import Allocate
 from kvcontract.tiers.base import (
     HANDOFF_TTL_S,
-    RECORD_KEY,
     Buffers,
     Capabilities,
     Clock,
@@ -27,16 +25,15 @@ from kvcontract.tiers.base import (
     Codes,
     Lease,
     Level,
+    Loan,
     Op,
     RecordKeys,
     Rows,
     SaveClass,
-    guarded,
     key_bytes,
 )
-from kvcontract.tiers.slots import Allocate, Slot, Slots
-
-_KEPT_FAULTS: Final = 16
+from kvcontract.tiers.dram_work import DramWork, Hold
+from kvcontract.tiers.slots import Slot, Slots
 
 _Entry = tuple[Slot, int]  # a slot and the generation it was found in
 _Piece = tuple[int, int]  # address, bytes
@@ -48,14 +45,6 @@ class _Receipt:
 
     entries: list[_Entry | None]
     held: bool = True
-
-
-@dataclass(slots=True)
-class _Handoff:
-    """Slots pinned for a decode side that has not fetched them yet."""
-
-    ends: float
-    slots: list[Slot]
 
 
 class DramTier:
@@ -88,23 +77,16 @@ class DramTier:
     ) -> None:
         if capacity_bytes < 1:
             raise UsageFault(f"tier {name!r}: a capacity of {capacity_bytes} B; expected at least 1 B")
-        self.faults: deque[Exception] = deque(maxlen=_KEPT_FAULTS)
         self._name = name
         self._own_lane = lane is None
         self._lane: Lane = ThreadLane(f"kvc-{name}") if lane is None else lane
         self._clock = clock
-        self._handoff_ttl_s = handoff_ttl_s
-        self._lock = threading.Lock()
         self._slots = Slots(capacity_bytes, allocate)
-        self._counts: Counter[str] = Counter()
+        self._work = DramWork(self._slots, self._lane, clock, handoff_ttl_s)
+        self._lock, self.faults = self._work.lock, self._work.faults
         self._leases = 0
         # Filled by leases, without the lock: a lease may be released by the garbage collector, anywhere.
         self._returned: deque[_Receipt] = deque()
-        self._handoffs: dict[str | int, _Handoff] = {}
-        self._unnamed = numbers(1)  # handoffs that only time ends, callbacks
-        self._running: dict[Op, str] = {}
-        self._loss_callbacks: dict[int, Callable[[RecordKeys, str], object]] = {}
-        self._closed = False
 
     @property
     def name(self) -> str:
@@ -123,16 +105,16 @@ class DramTier:
         try:
             lease = self._lookup(keys, deadline)
         except Exception as error:  # noqa: BLE001 - kept; a lookup that fails finds nothing (A10)
-            self._fault(error)
+            self._work.fault(error)
             lease = Lease.nothing(self._name, len(keys), failed=True)
         return Pending.of(lease)
 
     def _lookup(self, keys: RecordKeys, deadline: float) -> Lease:
-        wanted = key_bytes(keys)
+        wanted, counts = key_bytes(keys), self._work.counts
         with self._lock:
             self._settle_returns()
-            if self._closed or self._clock() > deadline:
-                self._counts["lookup_refused" if self._closed else "lookup_expired"] += 1
+            if self._work.closed or self._clock() > deadline:
+                counts["lookup_refused" if self._work.closed else "lookup_expired"] += 1
                 return Lease.nothing(self._name, len(keys))
             entries: list[_Entry | None] = []
             for key in wanted:
@@ -142,36 +124,41 @@ class DramTier:
                 entries.append(None if slot is None else (slot, slot.generation))
             present = np.array([entry is not None for entry in entries], np.bool_)
             found = int(present.sum())
-            self._counts["hits"] += found
-            self._counts["misses"] += len(entries) - found
+            counts["hits"] += found
+            counts["misses"] += len(entries) - found
             if not found:
                 return Lease.nothing(self._name, len(keys))
             self._leases += 1
         receipt = _Receipt(entries)
         return Lease(self._name, present, receipt=receipt, release=lambda: self._returned.append(receipt))
 
+    # Loads
+
     def load(self, lease: Lease, rows: Rows, buffers: Buffers, deadline: float) -> Op:
         """See `Tier.load`."""
-        count = len(rows)
+        count, work = len(rows), self._work
         if lease.tier != self._name or len(buffers) != count:
-            return self._ended("load", count, Code.REFUSED)
+            return work.ended("load", count, Code.REFUSED)
         entries = self._pin_rows(lease, rows)
         if entries is None:
-            return self._ended("load", count, Code.EXPIRED)
+            return work.ended("load", count, Code.EXPIRED)
 
         def body(codes: Codes) -> None:
             try:
                 for row, pieces in enumerate(buffers.pieces()):
-                    codes[row] = self._each(partial(self._load_one, entries[row], pieces, deadline))
+                    codes[row] = work.each(partial(self._load_one, entries[row], pieces, deadline))
             finally:
                 unpin()
 
         def unpin() -> None:
-            with self._lock:
-                for slot, _ in filter(None, (entry for entry in entries if not isinstance(entry, Code))):
-                    self._slots.unpin(slot)
+            self._unpin([entry[0] for entry in entries if isinstance(entry, tuple)])
 
-        return self._start("load", count, body, unpin)
+        return work.start("load", count, body, Urgency.RESTORE, unpin)
+
+    def _unpin(self, slots: list[Slot]) -> None:
+        with self._lock:
+            for slot in slots:
+                self._slots.unpin(slot)
 
     def _pin_rows(self, lease: Lease, rows: Rows) -> list[_Entry | Code] | None:
         """Pin what a load reads; None if the lease has ended. A row without a record has its code instead."""
@@ -204,6 +191,26 @@ class DramTier:
             at += size
         return Code.OK
 
+    def borrow(self, lease: Lease, rows: Rows, record_bytes: int, deadline: float) -> Loan:
+        """See `Lends.borrow`."""
+        entries = self._pin_rows(lease, rows) if lease.tier == self._name else None
+        if entries is None or self._clock() > deadline:
+            self._unpin([entry[0] for entry in entries or () if isinstance(entry, tuple)])
+            code = Code.EXPIRED if lease.tier == self._name else Code.REFUSED
+            self._work.ended("load", len(rows), code)
+            return Loan.nothing(len(rows), code)
+        given = [entry if isinstance(entry, Code) else entry[0] for entry in entries]
+        odd = [slot for slot in given if isinstance(slot, Slot) and slot.record_bytes != record_bytes]
+        self._unpin(odd)
+        given = [Code.SHORT if slot in odd else slot for slot in given]
+
+        def end(_row: int, slot: Slot, _done: bool) -> None:
+            self._slots.unpin(slot)
+
+        return self._lent("load", given, end)
+
+    # Saves
+
     def save(
         self,
         keys: RecordKeys,
@@ -214,31 +221,21 @@ class DramTier:
         handoff: str | None = None,
     ) -> Op:
         """See `Tier.save`."""
-        count = len(keys)
+        count, work = len(keys), self._work
         if len(buffers) != count:
-            return self._ended("save", count, Code.REFUSED)
-        hold = (handoff or next(self._unnamed)) if cls is SaveClass.HANDOFF else None
+            return work.ended("save", count, Code.REFUSED)
+        hold = work.name(handoff) if cls is SaveClass.HANDOFF else None
 
         def body(codes: Codes) -> None:
             for row, (key, pieces) in enumerate(zip(key_bytes(keys), buffers.pieces(), strict=True)):
-                codes[row] = self._each(partial(self._save_one, key, pieces, hold, deadline))
+                codes[row] = work.each(partial(self._save_one, key, pieces, hold, deadline))
 
-        return self._start("save", count, body)
+        return work.start("save", count, body, cls.urgency)
 
-    def _save_one(self, key: bytes, pieces: list[_Piece], hold: str | int | None, deadline: float) -> Code:
-        size = sum(length for _, length in pieces)
-        if self._clock() > deadline:
-            return Code.EXPIRED
-        if not self._slots.fits(size):
-            return Code.TOO_LARGE  # H7
-        with self._lock:
-            self._settle_returns()
-            if (held := self._slots.find(key)) is not None:
-                self._hold(hold, held)
-                return Code.OK  # H2
-            slot = self._slots.reserve(size)
-        if slot is None:
-            return Code.FULL
+    def _save_one(self, key: bytes, pieces: list[_Piece], hold: Hold, deadline: float) -> Code:
+        slot = self._room(key, sum(length for _, length in pieces), hold, deadline)
+        if isinstance(slot, Code):
+            return slot
         whole = False
         try:
             at = slot.address
@@ -249,22 +246,87 @@ class DramTier:
         finally:
             with self._lock:
                 if whole:
-                    self._publish(slot, key, hold)
+                    self._work.publish(slot, key, hold)
                 self._slots.unpin(slot)
         return Code.OK
 
-    def _publish(self, slot: Slot, key: bytes, hold: str | int | None) -> None:
-        other = self._slots.find(key)  # somebody else may have finished the same record meanwhile
-        if other is None:
-            self._slots.publish(slot, key)
-        self._hold(hold, other or slot)
+    def _room(self, key: bytes, size: int, hold: Hold, deadline: float) -> Slot | Code:
+        """A slot to write a record into, pinned; or how the save of it has ended already."""
+        if self._clock() > deadline:
+            return Code.EXPIRED
+        if not self._slots.fits(size):
+            return Code.TOO_LARGE  # H7
+        with self._lock:
+            self._settle_returns()
+            return self._taken(key, size, hold)
 
-    def _hold(self, hold: str | int | None, slot: Slot) -> None:
-        if hold is None:
-            return
-        handoff = self._handoffs.setdefault(hold, _Handoff(self._clock() + self._handoff_ttl_s, []))
-        self._slots.pin(slot)
-        handoff.slots.append(slot)
+    def _taken(self, key: bytes, size: int, hold: Hold) -> Slot | Code:
+        if (held := self._slots.find(key)) is not None:
+            self._work.hold(hold, held)
+            return Code.OK  # H2
+        return self._slots.reserve(size) or Code.FULL
+
+    def reserve(
+        self,
+        keys: RecordKeys,
+        record_bytes: int,
+        cls: SaveClass,
+        deadline: float,
+        *,
+        handoff: str | None = None,
+    ) -> Loan:
+        """See `Lends.reserve`."""
+        work = self._work
+        hold = work.name(handoff) if cls is SaveClass.HANDOFF else None
+        names, given, faults = key_bytes(keys), list[Slot | Code](), list[Exception]()
+        late = self._clock() > deadline
+        if late or not self._slots.fits(record_bytes):
+            given = [Code.EXPIRED if late else Code.TOO_LARGE] * len(names)  # H7
+        else:
+            with self._lock:
+                self._settle_returns()
+                for name in names:
+                    try:
+                        given.append(self._taken(name, record_bytes, hold))
+                    except Exception as error:  # noqa: BLE001 - kept; it befalls one record (H1)
+                        faults.append(error)
+                        given.append(Code.FAILED)
+        for fault in faults:
+            work.fault(fault)
+
+        def end(row: int, slot: Slot, done: bool) -> None:
+            if done:
+                work.publish(slot, names[row], hold)
+            self._slots.unpin(slot)
+
+        return self._lent("save", given, end)
+
+    def _lent(self, verb: str, given: list[Slot | Code], end: Callable[[int, Slot, bool], None]) -> Loan:
+        """A loan of slots, which is an operation until it ends."""
+        lent = [(row, slot) for row, slot in enumerate(given) if isinstance(slot, Slot)]
+        codes = np.array([Code.OK if isinstance(item, Slot) else item for item in given], np.uint8)
+        address = np.zeros(len(given), np.int64)
+        rows = np.array([row for row, _ in lent], np.int64)
+        address[rows] = [slot.address for _, slot in lent]
+        if not lent:
+            self._work.finish(verb, Pending(), codes)
+            return Loan(address, codes, None)
+        op = self._work.begin(verb)
+        if op is None:
+            self._unpin([slot for _, slot in lent])
+            self._work.ended(verb, len(given), Code.REFUSED)
+            return Loan.nothing(len(given), Code.REFUSED)
+
+        def ended(done: NDArray[np.bool_]) -> Codes:
+            final = codes.copy()
+            final[rows[~done[rows]]] = Code.FAILED
+            with self._lock:
+                for row, slot in lent:
+                    end(row, slot, bool(done[row]))
+            self._work.finish(verb, op, final)
+            return final
+
+        return Loan(address, codes, ended)
 
     def discard(self, lease: Lease, rows: Rows) -> None:
         """See `Tier.discard`."""
@@ -277,50 +339,34 @@ class DramTier:
             for row in rows.tolist():
                 entry = receipt.entries[row] if 0 <= row < len(receipt.entries) else None
                 if entry is not None and entry[0].generation == entry[1] and entry[0].key is not None:
-                    self._counts["quarantined"] += 1
+                    self._work.counts["quarantined"] += 1
                     gone.append(entry[0].key)
                     self._slots.drop(entry[0])
-        self._tell(gone, "quarantined")
+        self._work.tell(gone, "quarantined")
 
     def on_loss(self, callback: Callable[[RecordKeys, str], object]) -> Callable[[], None]:
         """See `TellsLosses.on_loss`."""
-        number = next(self._unnamed)
-        self._loss_callbacks[number] = callback
-
-        def end() -> None:
-            self._loss_callbacks.pop(number, None)
-
-        return end
+        return self._work.on_loss(callback)
 
     def reset(self, deadline: float) -> Pending[bool]:
         """See `Resets.reset`; at once.  Handoffs end with it."""
         with self._lock:
             self._settle_returns()
-            for handoff in list(self._handoffs):
-                self._end_handoff(handoff)
+            for handoff in list(self._work.handoffs):
+                self._work.end_handoff(handoff)
             self._slots.forget()
         return Pending.of(self._clock() <= deadline)
-
-    def _tell(self, names: list[bytes], reason: str) -> None:
-        """Say what is lost; outside the lock, since whoever hears it may call back."""
-        if names:
-            keys: RecordKeys = np.frombuffer(b"".join(names), RECORD_KEY)
-            for callback in tuple(self._loss_callbacks.values()):
-                try:
-                    callback(keys, reason)
-                except Exception as error:  # noqa: BLE001 - kept; an operation must still settle (R8)
-                    self._fault(error)
 
     def flush(self, level: Level, deadline: float) -> Pending[bool]:
         """See `Tier.flush`; landed is visible here, and nothing is durable."""
         with self._lock:
-            saves = [op for op, verb in self._running.items() if verb == "save"]
+            saves = [op for op, verb in self._work.running.items() if verb == "save"]
         return all_of(saves).map(lambda _: level != "durable" and self._clock() <= deadline)
 
     def release_handoff(self, lease_id: str) -> None:
         """See `Tier.release_handoff`; early."""
         with self._lock:
-            self._end_handoff(lease_id)
+            self._work.end_handoff(lease_id)
 
     def stats(self) -> dict[str, int]:
         """Gauges (bytes, records, leases, handoffs, operations) and counters (by verb and code)."""
@@ -332,25 +378,25 @@ class DramTier:
                 "used_bytes": self._slots.used_bytes,
                 "records": len(self._slots),
                 "leases": self._leases,
-                "handoffs": len(self._handoffs),
-                "operations": len(self._running),
+                "handoffs": len(self._work.handoffs),
+                "operations": len(self._work.running),
                 "evictions": self._slots.evictions,
             }
             counters = dict.fromkeys(("hits", "misses", "save_ok", "load_ok", "quarantined", "faults"), 0)
-            return {**gauges, **counters, **self._counts}
+            return {**gauges, **counters, **self._work.counts}
 
     def close(self, deadline: float) -> bool:
         """See `Tier.close`; memory is given back only if nothing can still touch it (C10)."""
         with self._lock:
-            self._closed = True
-            running = list(self._running)
+            self._work.closed = True
+            running = list(self._work.running)
         try:
             all_of(running).wait(deadline - self._clock())
         except TimeoutError:
             return False  # the operations still own the memory: it lives as long as they do
         with self._lock:
             self._settle_returns()
-            self._handoffs.clear()
+            self._work.handoffs.clear()
             self._slots.clear()
         return self._lane.close(max(0.0, deadline - self._clock())) if self._own_lane else True
 
@@ -363,63 +409,4 @@ class DramTier:
             for entry in receipt.entries:
                 if entry is not None:
                     self._slots.unpin(entry[0])
-        now = self._clock() if self._handoffs else 0.0
-        for name in [name for name, handoff in self._handoffs.items() if handoff.ends <= now]:
-            self._end_handoff(name)
-
-    def _end_handoff(self, name: str | int) -> None:
-        handoff = self._handoffs.pop(name, None)
-        for slot in handoff.slots if handoff else ():
-            self._slots.unpin(slot)
-
-    def _each(self, one: Callable[[], Code]) -> Code:
-        """One record of a batch: what befalls it befalls no other (H1)."""
-        try:
-            return one()
-        except Exception as error:  # noqa: BLE001 - kept; the record's code says it
-            self._fault(error)
-            return Code.FAILED
-
-    def _start(
-        self,
-        verb: str,
-        count: int,
-        body: Callable[[Codes], None],
-        undo: Callable[[], None] = lambda: None,
-    ) -> Op:
-        """Run an operation in the lane; `undo` stands in for a body that can not run at all."""
-        op: Op = Pending()
-        with self._lock:
-            refused = self._closed
-            if not refused:
-                self._running[op] = verb
-        if not refused:
-            try:
-                self._lane.submit(lambda: self._finish(verb, op, guarded(count, body, self._fault)))
-            except Exception as error:  # noqa: BLE001 - a lane that is closed; kept
-                self._fault(error)
-            else:
-                return op
-        undo()
-        self._finish(verb, op, np.full(count, Code.REFUSED, np.uint8))
-        return op
-
-    def _ended(self, verb: str, count: int, code: Code) -> Op:
-        op: Op = Pending()
-        self._finish(verb, op, np.full(count, code, np.uint8))
-        return op
-
-    def _finish(self, verb: str, op: Op, codes: Codes) -> None:
-        with self._lock:
-            evicted, self._slots.evicted = self._slots.evicted, []
-            self._running.pop(op, None)
-            for code, count in enumerate(np.bincount(codes).tolist()):
-                if count:
-                    self._counts[f"{verb}_{Code(code).name.lower()}"] += count
-        self._tell(evicted, "evicted")
-        op.settle(codes)
-
-    def _fault(self, error: Exception) -> None:
-        with self._lock:
-            self.faults.append(error)
-            self._counts["faults"] += 1
+        self._work.end_overdue()

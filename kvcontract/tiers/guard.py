@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcontract.core.pending import Pending
 from kvcontract.tiers.base import (
@@ -20,7 +21,9 @@ from kvcontract.tiers.base import (
     Code,
     Codes,
     Lease,
+    Lends,
     Level,
+    Loan,
     Op,
     RecordKeys,
     Resets,
@@ -71,6 +74,57 @@ class GuardedTier:
         count = len(keys)
         return self._op("save", count, lambda: self._tier.save(keys, buffers, cls, deadline, handoff=handoff))
 
+    @property
+    def lends(self) -> bool:
+        """Whether records are written and read where they lie in the tier."""
+        return isinstance(self._tier, Lends)
+
+    def reserve(
+        self,
+        keys: RecordKeys,
+        record_bytes: int,
+        cls: SaveClass,
+        deadline: float,
+        *,
+        handoff: str | None = None,
+    ) -> Loan:
+        """See `Lends.reserve`."""
+        tier = self._tier
+        return self._loan(
+            "reserve",
+            len(keys),
+            lambda: tier.reserve(keys, record_bytes, cls, deadline, handoff=handoff),
+        )
+
+    def borrow(self, lease: Lease, rows: Rows, record_bytes: int, deadline: float) -> Loan:
+        """See `Lends.borrow`."""
+        tier = self._tier
+        return self._loan("borrow", len(rows), lambda: tier.borrow(lease, rows, record_bytes, deadline))
+
+    def _loan(self, verb: str, count: int, call: Callable[[], Loan]) -> Loan:
+        """A loan of so many records, whose end gives codes; of a tier that breaks the rules, of nothing."""
+        failed, raised = Loan.nothing(count, Code.FAILED), object()
+        given = self._call(verb, call, raised)
+        if given is raised:
+            return failed
+        whole = (
+            isinstance(given, Loan)
+            and self._codes(verb, count, given.codes) is not None
+            and isinstance(given.address, np.ndarray)
+            and given.address.shape == (count,)
+        )
+        if not whole:
+            self._count(verb)
+            if isinstance(given, Loan):
+                self._call(verb, lambda: given.end(np.zeros(len(given.codes), np.bool_)), None)
+            return failed
+
+        def end(done: NDArray[np.bool_]) -> Codes:
+            codes = self._codes(verb, count, self._call(verb, lambda: given.end(done), None))
+            return failed.codes if codes is None else codes
+
+        return Loan(given.address, given.codes, end)
+
     def discard(self, lease: Lease, rows: Rows) -> None:
         """See `Tier.discard`."""
         self._call("discard", lambda: self._tier.discard(lease, rows), None)
@@ -120,18 +174,18 @@ class GuardedTier:
 
     def _op(self, verb: str, count: int, call: Callable[[], Op]) -> Op:
         failed = np.full(count, Code.FAILED, np.uint8)
+        return self._answer(verb, call, lambda value: self._codes(verb, count, value), failed)
 
-        def codes(value: Any) -> Codes | None:
-            whole = isinstance(value, np.ndarray) and value.shape == (count,) and value.dtype.kind in "iu"
-            if not whole:
-                return None
-            unknown = (value < 0) | (value > _HIGHEST)
-            if unknown.any():
-                self._count(verb)
-            checked: Codes = np.where(unknown, Code.FAILED, value).astype(np.uint8)
-            return checked
-
-        return self._answer(verb, call, codes, failed)
+    def _codes(self, verb: str, count: int, value: Any) -> Codes | None:
+        """Codes of so many records, with FAILED where one is unknown; None if they are something else."""
+        whole = isinstance(value, np.ndarray) and value.shape == (count,) and value.dtype.kind in "iu"
+        if not whole:
+            return None
+        unknown = (value < 0) | (value > _HIGHEST)
+        if unknown.any():
+            self._count(verb)
+        checked: Codes = np.where(unknown, Code.FAILED, value).astype(np.uint8)
+        return checked
 
     def _lease(self, value: Any) -> Lease | None:
         if not isinstance(value, Lease):
@@ -173,3 +227,8 @@ class GuardedTier:
     def _count(self, verb: str) -> None:
         with self._lock:
             self._broken[verb] += 1
+
+
+def lends(tier: Tier) -> TypeGuard[Lends]:
+    """Whether a tier, guarded or not, lends its memory."""
+    return tier.lends if isinstance(tier, GuardedTier) else isinstance(tier, Lends)

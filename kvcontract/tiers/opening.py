@@ -10,6 +10,7 @@ from typing import Final, cast
 from kvcontract.contract import plugins
 from kvcontract.contract.errors import DuplicatePlugin, PluginNotFound, UsageFault
 from kvcontract.contract.tier_context import TierContext
+from kvcontract.memory.slab import Slab
 from kvcontract.tiers.base import Tier
 from kvcontract.tiers.disk import DiskTier
 from kvcontract.tiers.dram import DramTier
@@ -19,7 +20,9 @@ Open = Callable[[TierContext], Tier]
 
 
 def _dram(ctx: TierContext) -> Tier:
-    return DramTier(ctx.capacity_bytes, clock=ctx.clock, handoff_ttl_s=ctx.handoff_ttl_s)
+    # Pinning is slow, so it is done here, once, and not while pages wait.
+    allocate = None if ctx.allocate is None else Slab(ctx.capacity_bytes, ctx.allocate)
+    return DramTier(ctx.capacity_bytes, clock=ctx.clock, allocate=allocate, handoff_ttl_s=ctx.handoff_ttl_s)
 
 
 def _disk(ctx: TierContext) -> Tier:

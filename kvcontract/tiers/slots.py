@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import InternalFault
+from kvcontract.memory.slab import Allocate
 
 SLOT_ALIGN_BYTES: Final = 64
 _CHUNKS: Final = 256
-
-Allocate = Callable[[int], Any]
-"""Bytes -> a writable buffer of that many; pinned memory for a device, for instance."""
 
 
 def anonymous_memory(size_bytes: int) -> mmap.mmap:

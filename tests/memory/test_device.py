@@ -14,12 +14,12 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import layout
 from kvcontract.contract.model import Arena, Field, Group, KvModel, Repack, WeightIdentity
 from kvcontract.contract.wire import WireRecord, parts, wire_record
+from kvcontract.core.lane import Urgency
 from kvcontract.memory import copy as copies
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.checksum import SegmentSums
 from kvcontract.memory.copy import CopyProgram
-from kvcontract.memory.device import DeviceMover, Plan
-from kvcontract.memory.lanes import LaneSums
+from kvcontract.memory.device import ON_DEVICE, DeviceMover
 from kvcontract.memory.pinned import pinned_memory
 
 pytestmark = pytest.mark.cuda
@@ -90,7 +90,7 @@ class Side:
         self.programs = [
             CopyProgram.compile(binding, self.record, worker, tp, pages=pages) for binding in made
         ]
-        self.plan = Plan(self.programs[0], self.record.segments)
+        self.plan: Any = None
         self.fill(np.random.default_rng(7))
 
     def fill(self, rng: np.random.Generator) -> None:
@@ -155,7 +155,10 @@ def faults() -> Iterator[list[Exception]]:
 
 def mover(side: Side, faults: list[Exception], count: int = 8, **options: Any) -> DeviceMover:
     """A mover whose largest batch has so many records."""
-    return DeviceMover(torch.device("cuda", 0), count * side.record.payload_bytes, faults.append, **options)
+    device = torch.device("cuda", 0)
+    made = DeviceMover(device, count * side.record.payload_bytes, faults.append, **options)
+    side.plan = made.plan(side.programs[0], side.record.segments)
+    return made
 
 
 SHAPES = [(4, 8, 6), (3, 5, 7), (8, 128, 0), (1, 3, 1), (8, 1664, 0)]
@@ -219,9 +222,9 @@ def test_long_runs_are_copied_where_they_lie(
     """Above a length, pages are neither gathered nor scattered; bytes and sums are the same."""
     monkeypatch.setattr(copies, "MIN_DEVICE_RUN_BYTES", 1024)
     side = Side(model_of((8, 128, 0)), form)
+    moving = mover(side, faults)
     assert side.plan.straight
     assert len(side.plan.lengths) == (1 if form == "page-first" else 3)
-    moving = mover(side, faults)
     ids, host = np.array([7, 3, 4, 30]), pinned(4, side.record.payload_bytes)
     sums = moving.out(side.plan, ids, addresses(host)).wait(WAIT_S)
     want = side.expected(ids)
@@ -284,15 +287,15 @@ def test_c2_what_leaves_waits_for_the_writing_step(faults: list[Exception]) -> N
     side = Side(model_of((8, 128, 0)), "layer-first")
     moving, ids = mover(side, faults), np.array([3, 8])
     host = pinned(2, side.record.payload_bytes)
-    moving.out(side.plan, ids, addresses(host)).wait(WAIT_S)  # what is compiled at first use is compiled
+    moving.out(side.plan, ids, addresses(host)).wait(WAIT_S)
+    side.poison()  # what is loaded at first use is loaded: that would wait for the device
     event = torch.cuda.Event()
     torch.cuda._sleep(400_000_000)
     for mine, other in side._storages():
         mine.fill_(0x3C)
         other.fill_(0x3C)
     event.record()
-    moving.after(event)
-    pending = moving.out(side.plan, ids, addresses(host))
+    pending = moving.out(side.plan, ids, addresses(host), after=event)
     assert not event.query()
     sums = pending.wait(WAIT_S)
     assert event.query()
@@ -320,24 +323,53 @@ def test_e8_what_cannot_be_is_refused(faults: list[Exception]) -> None:
     assert moving.close(WAIT_S)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_kernel_and_reference_sum_like_the_library(seed: int, device: torch.device) -> None:
-    """E7: sums of random bytes, of segments and pieces of any length, are those of the library."""
-    rng = np.random.default_rng(seed)
-    unit = [1, 4, 4, 16, 1, 4][seed]
-    segments = tuple(int(size) * unit for size in rng.integers(1, 200_000 // unit, 3))
-    ends = np.sort(rng.choice(sum(segments) // unit - 1, 2, replace=False) + 1) * unit
-    pieces = tuple(int(size) for size in np.diff([0, *ends, sum(segments)]))
-    data = torch.from_numpy(rng.integers(0, 256, (4, sum(segments)), dtype=np.uint8))
-    inside = np.concatenate([[0], np.cumsum(pieces)[:-1]])
-    want = SegmentSums(pieces, segments).sums(addresses(data)[:, None] + inside)
-    there = data.to(device)
-    for part_bytes in (4096, 256 * 1024):
-        sums = LaneSums(pieces, segments, device, part_bytes)
-        at = torch.from_numpy(addresses(there)[:, None] + inside).to(device)
-        assert np.array_equal(sums.sums(at).cpu().numpy().view(np.uint32), want)
-        whole = LaneSums((sum(segments),), segments, device, part_bytes)
-        assert np.array_equal(whole.reference(there).cpu().numpy().view(np.uint32), want)
+@pytest.mark.parametrize("form", ["page-first", "layer-first", "padded"])
+@pytest.mark.parametrize("layer_bytes", [64 * 1024, 40_960, 41_984, 4_112, 1_050, 333])
+def test_e7_sums_of_segments_of_any_length(
+    layer_bytes: int, form: str, faults: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E7: grains that are rows, that straddle them, or are not aligned: bytes and sums are the library's."""
+    monkeypatch.setattr(copies, "MIN_DEVICE_RUN_BYTES", 1024)
+    fields = (Field(name="c", dtype="uint8", axes={"dim": layer_bytes}),)
+    arenas = tuple(
+        Arena.rows(name=f"l{layer}", group="kv", layer=layer, fields=fields, align_bytes=1)
+        for layer in range(3)
+    )
+    model = model_of((1, 1, 0)).model_copy(update={"arenas": arenas, "page_tokens": 4})
+    side = Side(model, form)
+    moving, ids, host = mover(side, faults), np.array([7, 3, 4, 30]), pinned(4, side.record.payload_bytes)
+    sums = moving.out(side.plan, ids, addresses(host)).wait(WAIT_S)
+    want = side.expected(ids)
+    assert torch.equal(host, want)
+    assert np.array_equal(sums, side.sums(want))
+    side.poison()
+    assert np.array_equal(moving.into(side.plan, ids, addresses(host)).wait(WAIT_S), sums)
+    side.programs[1].scatter(ids, want)
+    assert side.equal()
+    assert moving.close(WAIT_S)
+
+
+def test_what_is_urgent_goes_before_what_waits(faults: list[Exception]) -> None:
+    """Of the batches that are not on the device yet the most urgent goes first, then the first that came."""
+    side = Side(model_of((8, 128, 0)), "layer-first")
+    moving, host = mover(side, faults, 1), pinned(9, side.record.payload_bytes)
+    at, order = addresses(host), list[str]()
+    moving.out(side.plan, np.array([9]), at[8:]).wait(WAIT_S)
+    event = torch.cuda.Event()
+    torch.cuda._sleep(400_000_000)
+    event.record()
+    calm = [
+        moving.out(side.plan, np.array([1 + n]), at[n : n + 1], urgency=Urgency.CACHEABLE, after=event)
+        for n in range(5)
+    ]
+    hand = moving.out(side.plan, np.array([7]), at[6:7], urgency=Urgency.HANDOFF)
+    for name, pending in (*((f"calm{n}", found) for n, found in enumerate(calm)), ("hand", hand)):
+        pending.on_done(lambda _, name=name: order.append(name))
+    for pending in (*calm, hand):
+        pending.wait(WAIT_S)
+    assert order.index("hand") == ON_DEVICE
+    assert [name for name in order if name != "hand"] == [f"calm{n}" for n in range(5)]
+    assert moving.close(WAIT_S)
 
 
 def test_torch_moves_what_the_kernel_moves(device: torch.device) -> None:

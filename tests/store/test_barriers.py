@@ -192,7 +192,7 @@ def test_c7_pages_that_are_stored_already_are_kept_for_the_handoff_too() -> None
         s.store.retire(req, SaveClass.HANDOFF, handoff="h")
         report = s.loop.run(s.store.aflush_handoff("h"))
         assert (report.confirmed, report.pages) == (True, 4)
-        assert len(next(iter(s.tier.inner._handoffs.values())).slots) == 4
+        assert len(next(iter(s.tier.inner._work.handoffs.values())).slots) == 4
         s.store.release_handoff("h")
 
 

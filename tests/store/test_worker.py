@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -502,3 +503,92 @@ def test_e2_an_optional_part_is_missed_alone_and_completed_later() -> None:
     assert save(draft) == [OK]
     assert load(draft) == [OK]
     assert other.shows(contents, {5: 1})
+
+
+class Watched:
+    """A tier that says which batches begin, and lets something happen at one of them."""
+
+    def __init__(self, inner: DramTier) -> None:
+        self._inner = inner
+        self.begun: list[str] = []
+        self.at: dict[int, Callable[[], object]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def save(self, keys: RecordKeys, buffers: Buffers, cls: SaveClass, deadline: float, **more: Any) -> Op:
+        """A batch of a save begins."""
+        return self._begin(cls.value, lambda: self._inner.save(keys, buffers, cls, deadline, **more))
+
+    def load(self, *args: Any) -> Op:
+        """A batch of a restore begins."""
+        return self._begin("restore", lambda: self._inner.load(*args))
+
+    def _begin(self, what: str, work: Callable[[], Op]) -> Op:
+        self.begun.append(what)
+        self.at.pop(len(self.begun), lambda: None)()
+        return work()
+
+
+@pytest.mark.parametrize("form", ["one operation", "many"])
+@pytest.mark.parametrize("tier_lane", ["inline", "later"])
+def test_copies_go_by_urgency(form: str, tier_lane: str) -> None:
+    """Whatever waits: a restore begins next, then a Handoff save, then Cacheable ones, then write-back."""
+    lane = ManualLane()
+    inner = dram(lane=InlineLane() if tier_lane == "inline" else lane)
+    side = Side(MODEL, max_tp=1, lane=lane, batch_bytes=1)
+    watched = Watched(inner)
+    tier: Any = watched
+
+    def save(pages: list[int], cls: SaveClass) -> Op:
+        name = "h" if cls is SaveClass.HANDOFF else None
+        blocks = np.array([1 + page % (BLOCKS - 1) for page in pages])
+        return side.worker.save(tier, side.part, keys(pages), blocks, cls, FOREVER, handoff=name)
+
+    def restore() -> Op:
+        wanted = side.worker.record_keys(side.part, keys([1, 2]))
+        lease = tier.lookup(wanted, FOREVER).value
+        args = (tier, lease, np.arange(2), side.part, keys([1, 2]), np.array([3, 4]), FOREVER)
+        op = side.worker.load(*args)
+        op.on_done(lambda _: lease.release())
+        return op
+
+    ops = [save([1, 2], SaveClass.CACHEABLE)]
+    lane.drain()
+    watched.begun.clear()
+
+    def others() -> None:
+        ops.extend(save([2000 + number], SaveClass.WRITE_BACK) for number in range(2))
+        ops.extend(save([1000 + number], SaveClass.HANDOFF) for number in range(2))
+        ops.append(restore())
+
+    watched.at[3] = others
+    pages = list(range(100, 200))
+    ops += (
+        [save(pages, SaveClass.CACHEABLE)]
+        if form == "one operation"
+        else [save([page], SaveClass.CACHEABLE) for page in pages]
+    )
+    lane.drain()
+    assert watched.begun == [
+        *["cacheable"] * 3,
+        *["restore"] * 2,
+        *["handoff"] * 2,
+        *["cacheable"] * 97,
+        *["write_back"] * 2,
+    ]
+    assert all(code == OK for op in ops for code in codes_of(op))
+
+
+def test_equals_are_served_in_order() -> None:
+    """Within a class whoever came first goes first."""
+    lane = ManualLane()
+    side, tier = Side(MODEL, max_tp=1, lane=lane), dram()
+    order: list[int] = []
+    for number in range(5):
+        op = side.worker.save(
+            tier, side.part, keys([number + 1]), np.array([1]), SaveClass.CACHEABLE, FOREVER
+        )
+        op.on_done(lambda _, number=number: order.append(number))
+    lane.drain()
+    assert order == [0, 1, 2, 3, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import InlineLane, ManualLane, ThreadLane
-from kvcontract.tiers.base import Buffers, Code, Lease, RecordKeys, SaveClass, Tier, record_keys
+from kvcontract.tiers.base import Buffers, Code, Lease, Loan, RecordKeys, SaveClass, Tier, record_keys
 from kvcontract.tiers.dram import DramTier
 
 BYTES = 192
@@ -200,12 +201,12 @@ def test_a3_running_load_keeps_its_record() -> None:
     saving, loading = InlineLane(), ManualLane()
     tier = tier_of(1, lane=saving)
     save(tier, 1)
-    tier._lane = loading
+    tier._work._lane = loading
     target = np.zeros(BYTES, np.uint8)
     lease = tier.lookup(keys_of(1), FOREVER).value
     op = tier.load(lease, np.array([0]), Buffers.of([target]), FOREVER)
     lease.release()
-    tier._lane = saving
+    tier._work._lane = saving
     assert save(tier, 2) == [Code.FULL]
     loading.drain()
     assert op.value.tolist() == [Code.OK]
@@ -475,3 +476,108 @@ def test_custom_memory_is_used() -> None:
     tier = tier_of(2, allocate=allocate)
     save(tier, 1)
     assert content(1).tobytes() in b"".join(bytes(memory) for memory in given_out)
+
+
+def fill(address: int, number: int) -> None:
+    """Write the content of a number where a record is to lie."""
+    ctypes.memmove(address, content(number).ctypes.data, BYTES)
+
+
+def test_r3_lent_memory_is_found_when_it_is_complete() -> None:
+    """R3, H1, H2: of a loan, what is done is found and no more; what is there already is OK at once."""
+    tier = tier_of(4)
+    save(tier, 1)
+    loan = tier.reserve(keys_of(1, 2, 3), BYTES, SaveClass.CACHEABLE, FOREVER)
+    assert loan.rows.tolist() == [1, 2]
+    assert loan.codes.tolist() == [Code.OK] * 3
+    assert present(tier, 1, 2, 3) == [True, False, False]
+    assert tier.stats()["operations"] == 1
+    for row, number in ((1, 2), (2, 3)):
+        fill(int(loan.address[row]), number)
+    done = np.array([False, True, False])
+    assert loan.end(done).tolist() == [Code.OK, Code.OK, Code.FAILED]
+    assert loan.end(~done).tolist() == [Code.OK, Code.OK, Code.FAILED]
+    assert present(tier, 1, 2, 3) == [True, True, False]
+    with tier.lookup(keys_of(2), FOREVER).value as lease:
+        assert load(tier, lease, [0])[1] == [content(2).tobytes()]
+    stats = tier.stats()
+    assert (stats["operations"], stats["save_ok"], stats["save_failed"]) == (0, 3, 1)
+
+
+def test_h2_two_loans_of_one_record_are_one_record() -> None:
+    """H2, G7: whoever ends second finds it there; both of its handoffs keep it."""
+    tier = tier_of(2)
+    loans = [tier.reserve(keys_of(1), BYTES, SaveClass.HANDOFF, FOREVER, handoff=name) for name in ("a", "b")]
+    for loan in loans:
+        fill(int(loan.address[0]), 1)
+        assert loan.end(np.array([True])).tolist() == [Code.OK]
+    assert tier.stats()["records"] == 1
+    assert tier.stats()["handoffs"] == 2
+    tier.release_handoff("a")
+    assert save(tier, 2, 3) == [Code.OK, Code.OK]
+    assert present(tier, 1, 2, 3) == [True, False, True]
+    tier.release_handoff("b")
+    assert save(tier, 4, 5) == [Code.OK, Code.OK]
+    assert present(tier, 1, 4, 5) == [False, True, True]
+
+
+def test_what_cannot_be_lent_says_why() -> None:
+    """A9, H7, A3: late, too large, full, closed, another length, a lease that has ended, or nothing."""
+    clock = Clock()
+    tier = tier_of(1, clock=clock)
+    clock.now_s = 5.0
+
+    def reserved(size: int = BYTES, deadline: float = FOREVER) -> tuple[list[int], Loan]:
+        loan = tier.reserve(keys_of(7, 8), size, SaveClass.CACHEABLE, deadline)
+        return loan.codes.tolist(), loan
+
+    assert reserved(deadline=4.0)[0] == [Code.EXPIRED] * 2
+    assert reserved(size=10 * BYTES)[0] == [Code.TOO_LARGE] * 2
+    codes, loan = reserved()
+    assert codes == [Code.OK, Code.FULL]
+    fill(int(loan.address[0]), 7)
+    loan.end(np.array([True, False]))
+    with tier.lookup(keys_of(7, 8), FOREVER).value as lease:
+        rows = np.array([0, 1, 5])
+        borrowed = tier.borrow(lease, rows, BYTES, FOREVER)
+        assert borrowed.codes.tolist() == [Code.OK, Code.MISS, Code.REFUSED]
+        assert ctypes.string_at(int(borrowed.address[0]), BYTES) == content(7).tobytes()
+        assert tier.borrow(lease, rows[:1], BYTES + 1, FOREVER).end(np.array([False])).tolist() == [
+            Code.SHORT
+        ]
+        assert tier.borrow(lease, rows[:1], BYTES, 4.0).codes.tolist() == [Code.EXPIRED]
+    assert save(tier, 9) == [Code.FULL]  # the loan outlives the lease
+    borrowed.end(np.array([True, False, False]))
+    assert tier.borrow(lease, rows[:1], BYTES, FOREVER).codes.tolist() == [Code.EXPIRED]
+    assert save(tier, 9) == [Code.OK]
+    assert tier.close(FOREVER)
+    assert reserved()[0] == [Code.REFUSED] * 2
+    assert tier.stats()["operations"] == 0
+
+
+def test_h1_a_slot_that_cannot_be_had_fails_its_record_only() -> None:
+    """H1: memory that is refused for one record of a loan leaves the others theirs."""
+    calls = 0
+
+    def allocate(size: int) -> bytearray:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError("no")
+        return bytearray(size)
+
+    tier = tier_of(8, allocate=allocate)
+    loan = tier.reserve(keys_of(1, 2, 3), BYTES, SaveClass.CACHEABLE, FOREVER)
+    assert loan.codes.tolist() == [Code.OK, Code.FAILED, Code.OK]
+    assert loan.end(np.ones(3, np.bool_)).tolist() == [Code.OK, Code.FAILED, Code.OK]
+    assert tier.stats()["faults"] == 1
+
+
+def test_c10_a_loan_that_is_dropped_keeps_its_memory() -> None:
+    """C10, R3: nobody may reuse what a copy may still write; `close` says that something runs."""
+    tier = tier_of(1)
+    loan = tier.reserve(keys_of(1), BYTES, SaveClass.CACHEABLE, FOREVER)
+    with pytest.warns(ResourceWarning, match="leaked"):
+        del loan
+    assert save(tier, 2) == [Code.FULL]
+    assert not tier.close(0.0)

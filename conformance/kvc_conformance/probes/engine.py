@@ -35,6 +35,7 @@ from kvcontract.engine.build import Assembly, EngineLimits, assemble, bind_memor
 from kvcontract.engine.checkpoint import load_model
 from kvcontract.engine.request import Result
 from kvcontract.memory.binding import Binding
+from kvcontract.memory.pinned import host_memory
 from kvcontract.tiers.dram import DramTier
 
 CALM_S: Final = 60.0
@@ -66,7 +67,8 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
         if arguments["tier_bytes"]:
             lane = ThreadLane("suite-dram")
             undo.callback(lane.close, CALM_S)
-            tiers.append(DramTier(arguments["tier_bytes"], lane=lane))
+            size, device = arguments["tier_bytes"], session.job["device"]
+            tiers.append(DramTier(size, lane=lane, allocate=host_memory(device, size)))
         parts = undo.enter_context(
             assemble(
                 opened.model,
