@@ -29,10 +29,11 @@ from kvcontract.store.landing import (
     read_headers,
     write_headers,
 )
-from kvcontract.tiers.base import Clock, Code, Codes, Lease, Lends, RecordKeys, Rows, SaveClass, Tier
+from kvcontract.tiers.base import Clock, Code, Codes, Lease, RecordKeys, Rows, SaveClass, Tier
 from kvcontract.tiers.cipher import KeyId, RecordCipher
 from kvcontract.tiers.frame import Flaw
 from kvcontract.tiers.guard import lends
+from kvcontract.tiers.lending import Lends
 
 
 class Ground(Protocol):

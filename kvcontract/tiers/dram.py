@@ -25,7 +25,6 @@ from kvcontract.tiers.base import (
     Codes,
     Lease,
     Level,
-    Loan,
     Op,
     RecordKeys,
     Rows,
@@ -33,6 +32,7 @@ from kvcontract.tiers.base import (
     key_bytes,
 )
 from kvcontract.tiers.dram_work import DramWork, Hold
+from kvcontract.tiers.lending import Loan
 from kvcontract.tiers.slots import Slot, Slots
 
 _Entry = tuple[Slot, int]  # a slot and the generation it was found in

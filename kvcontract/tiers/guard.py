@@ -21,9 +21,7 @@ from kvcontract.tiers.base import (
     Code,
     Codes,
     Lease,
-    Lends,
     Level,
-    Loan,
     Op,
     RecordKeys,
     Resets,
@@ -32,6 +30,7 @@ from kvcontract.tiers.base import (
     TellsLosses,
     Tier,
 )
+from kvcontract.tiers.lending import Lends, Loan
 
 T = TypeVar("T")
 

@@ -24,9 +24,10 @@ from kvcontract.memory.copy import Blocks, Program, checked_blocks
 from kvcontract.memory.pinned import host_memory
 from kvcontract.memory.slab import PAGE_BYTES, Allocate
 from kvcontract.store.worker import DEPTH, Worker
-from kvcontract.tiers.base import Buffers, Code, Lends, Loan, Op, RecordKeys, SaveClass, Tier
+from kvcontract.tiers.base import Buffers, Code, Op, RecordKeys, SaveClass, Tier
 from kvcontract.tiers.dram import DramTier
 from kvcontract.tiers.guard import GuardedTier
+from kvcontract.tiers.lending import Lends, Loan
 
 PAGE, BLOCKS, FOREVER, WAIT_S = 3, 33, math.inf, 60.0
 OK = Code.OK
@@ -63,7 +64,7 @@ class HostMover:
     ) -> Pending[Any]:
         """Pages to host memory, in the lane."""
         program, sums = plan
-        checked_blocks(program.binding, blocks)
+        checked_blocks(program, blocks)
         return self._later(lambda: self._out(program, sums, blocks, address, after), urgency)
 
     def _out(self, program: Program, sums: SegmentSums, blocks: Blocks, address: Any, after: Any) -> Any:
@@ -80,7 +81,7 @@ class HostMover:
     ) -> Pending[Any]:
         """Host memory to pages, in the lane."""
         program, sums = plan
-        checked_blocks(program.binding, blocks)
+        checked_blocks(program, blocks)
         return self._later(lambda: self._into(program, sums, blocks, address), urgency)
 
     def _into(self, program: Program, sums: SegmentSums, blocks: Blocks, address: Any) -> Any:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import InlineLane, ManualLane, ThreadLane
-from kvcontract.tiers.base import Buffers, Code, Lease, Loan, RecordKeys, SaveClass, Tier, record_keys
+from kvcontract.tiers.base import Buffers, Code, Lease, RecordKeys, SaveClass, Tier, record_keys
 from kvcontract.tiers.dram import DramTier
+from kvcontract.tiers.lending import Loan
 
 BYTES = 192
 FOREVER = math.inf
