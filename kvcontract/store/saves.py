@@ -76,6 +76,7 @@ class Batch:
         shed: int64[m], which records of the run were not even tried.
         capped: bool[tiers, k], those that a tier has no room for among what it is being given already.
         report: settles once every copy has landed.
+        done: settles once nothing is tried again for it, either.
         savings: by tier, its marks.
         blocks: int32[k, pages of a record].
         codes: u8[tiers, k].
@@ -93,6 +94,7 @@ class Batch:
     shed: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     capped: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), np.bool_))
     report: Pending[SealReport] = field(default_factory=Pending)
+    done: Pending[None] = field(default_factory=Pending)
     savings: dict[int, Saving] = field(default_factory=dict)
     blocks: Pages = field(init=False)
     codes: NDArray[np.uint8] = field(init=False)

@@ -108,10 +108,10 @@ class Sealer:
         self.handoffs = Handoffs(len(self._visible), self._step)
 
     @property
-    def saves(self) -> tuple[Pending[SealReport], ...]:
-        """Saves in flight, oldest first."""
+    def saves(self) -> tuple[Pending[None], ...]:
+        """Saves in flight, oldest first; what is tried again for one belongs to it (C8)."""
         with self._lock:
-            return tuple(batch.report for batch in self._open)
+            return tuple(batch.done for batch in self._open)
 
     @property
     def shed(self) -> tuple[Pending[None], ...]:
@@ -349,7 +349,10 @@ class Sealer:
             if reason != Code.SHED.name.lower():
                 self._tally.count(f"pages_not_saved_{reason}", count)
         batch.report.settle(report)
-        if retry is not None:
+        if retry is None:
+            batch.done.settle(None)
+        else:
+            retry.done.on_done(batch.done.settle)
             self._start(retry)
         # What a tier has room for again may be another rank's.
         for rank in self._ranks if self._saving.limited else (batch.rank,):

@@ -16,7 +16,7 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.core.pending import Pending
 from kvcontract.store.policy import KvPrefix
 from kvcontract.store.seal import NOTHING
-from kvcontract.tiers.base import Code, Level, SaveClass
+from kvcontract.tiers.base import Code, Codes, Level, SaveClass
 
 TOKENS = prompt(4)
 
@@ -65,6 +65,37 @@ def test_c8_a_barrier_asks_the_tiers_after_what_was_submitted_has_settled() -> N
             s.tier.open("save")
 
         s.loop.run(scenario())
+
+
+def test_c8_c4_a_barrier_covers_what_is_tried_again() -> None:
+    """C8, C4: a save fails once its request is retired; a barrier from before waits for the second."""
+    with setup() as s:
+        s.tier.holding.add("save")
+
+        def fail(codes: Codes) -> Codes:
+            s.tier.holding.add("save")
+            s.tier.codes.clear()
+            return np.full_like(codes, Code.FAILED)
+
+        s.tier.codes["save"] = fail
+        req = s.compute(TOKENS)
+        report = s.store.seal(req)
+        s.store.retire(req)
+
+        async def scenario() -> None:
+            task = asyncio.ensure_future(s.store.flush_saves("landed"))
+            await rounds()
+            s.tier.open("save")
+            await rounds()
+            assert report.done
+            assert not task.done()
+            assert s.store.gauges()["saves"] == 1
+            s.tier.open("save")
+            assert await task is True
+            assert s.store.gauges()["saves"] == 0
+
+        s.loop.run(scenario())
+        assert s.store.stats().counters["pages_tried_again"] == 4
 
 
 def test_c8_barriers_are_ordered() -> None:
