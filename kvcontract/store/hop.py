@@ -17,7 +17,7 @@ from kvcontract.store.marks import Generations
 from kvcontract.store.rank import Rank
 from kvcontract.store.saves import Run
 from kvcontract.store.tier_policy import TierPolicy
-from kvcontract.tiers.base import Code, Codes
+from kvcontract.tiers.base import Code, Codes, Lease
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +62,7 @@ class Hop:
         queue: those that are there.
         names: of all that have not ended.
         batch: those that are being copied.
+        lease: on them, while they are being read.
         driving: somebody looks for the next batch.
     """
 
@@ -74,6 +75,7 @@ class Hop:
     queue: deque[Item] = field(default_factory=deque)
     names: dict[bytes, None] = field(default_factory=dict)
     batch: list[Item] = field(default_factory=list)
+    lease: Lease | None = None
     driving: bool = False
     memory: Any = None
 

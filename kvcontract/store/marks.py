@@ -62,24 +62,26 @@ class Marks:
         self._named: dict[int, bytes] = {}
         self._pages_of: dict[bytes, list[int]] = {}
 
-    def missing(self, pages: Pages, generations: Generations, now: float, *, retry: bool) -> Flags:
+    def missing(
+        self, pages: Pages, generations: Generations, now: float, *, retry: bool, again: bool | None = None
+    ) -> Flags:
         """Which pages are neither known to be stored nor being saved.
 
         Args:
             pages: int32[n].
             generations: uint32[n], of their occupants.
             now: on the store's clock.
-            retry: those that were tried in vain as well (C4); while they are being saved, they are tried once
-                more if that fails.
+            retry: those that were tried in vain as well (C4).
+            again: those that are being saved are tried once more if that fails; None: with `retry`.
         """
         with self._lock:
             known = self._stored[pages] == generations
             if not self._told:
                 known &= self._until[pages] > now
             saving = self._saving[pages] == generations
-            if retry:
+            if retry if again is None else again:
                 self._again[pages[saving]] = generations[saving]
-            else:
+            if not retry:
                 known |= self._failed[pages] == generations
             missing: Flags = ~(known | saving)
         return missing

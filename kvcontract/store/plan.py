@@ -28,6 +28,11 @@ class Plan:
     relay: NDArray[np.bool_]
     back: Sequence[int]
 
+    def keep(self, these: NDArray[np.bool_]) -> None:
+        """Only these, bool[tiers, n]."""
+        np.logical_and(self.save, these, out=self.save)
+        np.logical_and(self.relay, these, out=self.relay)
+
     def of(self, tier: int) -> NDArray[np.bool_]:
         """bool[n], what a tier is given the usual way; to be written to."""
         found: NDArray[np.bool_] = (self.relay if tier in self.back else self.save)[tier]

@@ -284,9 +284,11 @@ class Relays:
             return
         places = (rows[:, None] * columns + np.arange(columns)).ravel()
         buffers = self._buffers(hop, len(rows))
+        hop.lease = lease  # whatever the tier does with the operation, it is the relay's to give back (A6)
         op = hop.source.tier.load(lease, places, buffers, deadline)
 
         def landed(found: Codes) -> None:
+            hop.lease = None
             lease.release()
             self._guarded(hop, lambda: self._landed(hop, keys, rows, places, buffers, codes, found, deadline))
 

@@ -147,6 +147,7 @@ class Shed:
     Attributes:
         page_keys: of their pages.
         open: bool[tiers, n], what has not been tried.
+        fresh: it has not been looked at yet.
         key: see `Run`.
     """
 
@@ -155,6 +156,7 @@ class Shed:
     content: Content | None
     key: KeyId | None
     open: NDArray[np.bool_]
+    fresh: bool = True
     saves: list[Pending[SealReport]] = field(default_factory=list)
     done: Pending[None] = field(default_factory=Pending)
 
@@ -175,7 +177,7 @@ class Shed:
         Returns:
             Whether some are left.
         """
-        before = self.open.copy()
+        before, self.fresh = self.open.copy(), False
         self.open[:, first:] = False  # what is not resident any more cannot be saved
         if batch is not None:
             self.open[:, batch.shed] = before[:, batch.shed]

@@ -233,7 +233,7 @@ class Sealer:
         handoff: str | None,
         *,
         retry: bool,
-        still: NDArray[np.bool_] | None = None,
+        item: Shed | None = None,
     ) -> Batch | None:
         now, classes = self._clock(), [cls] * len(self._known)
         plan = self._plan(len(run.generations))
@@ -247,9 +247,12 @@ class Sealer:
                 continue
             if handoff is not None:
                 classes[number] = SaveClass.CACHEABLE  # a private tier keeps nothing for others
-            plan.of(number)[:] = known.of(rank).missing(run.last, run.generations, now, retry=retry)
-        if still is not None:
-            np.logical_and(plan.save, still, out=plan.save)
+            # An item that is looked at again asks for no further try: that would go on for ever (R5).
+            again = retry and (item is None or item.fresh)
+            marks = known.of(rank)
+            plan.of(number)[:] = marks.missing(run.last, run.generations, now, retry=retry, again=again)
+        if item is not None:
+            plan.keep(item.open[:, run.first : len(run.keys)])
         budgeted = cls is not SaveClass.HANDOFF  # C5
         return self._made(rank, run, plan, classes, budgeted=budgeted, handoff=named)
 
@@ -419,8 +422,7 @@ class Sealer:
             run = Run(item.keys[:count], pages, generations, content, first, item.key)
             with self._lock:
                 if count > first:
-                    still = item.open[:, first:count]
-                    batch = self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True, still=still)
+                    batch = self._planned(rank, run, SaveClass.CACHEABLE, None, retry=True, item=item)
                 left = item.tried(first, batch)
                 if batch is not None and not len(batch.numbers):
                     del self._open[batch]

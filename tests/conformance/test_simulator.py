@@ -85,11 +85,11 @@ def test_a_seed_is_the_same_every_time(prompts: Prompts) -> None:
 
 def test_several_processes_reach_every_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Every fault, terminal and clause is reached and counted; `--json` says so and nothing else."""
-    arguments = ["simulate", "--seeds", "400", "--json", "--out", str(tmp_path / "trace.json")]
+    arguments = ["simulate", "--seeds", "800", "--json", "--out", str(tmp_path / "trace.json")]
     code = main(arguments)
     document = json.loads(capsys.readouterr().out)
     assert (code, document["violation"], document["unreached"]) == (0, None, [])
-    assert document["seeds"] == 400
+    assert document["seeds"] == 800
     assert document["median_choices"] >= 100
     for names, kind in (
         (fleet.FAULTS, "faults"),

@@ -93,6 +93,31 @@ def test_c5_what_is_shed_is_tried_once_however_often_it_fails() -> None:
         assert s.tiers[1].count("save") == 5
 
 
+def answer_all(tier: HeldTier) -> None:
+    """What the tier holds back now is answered; what comes of it is held back again."""
+    held = list(tier._held)
+    tier._held.clear()
+    for _, answer in held:
+        answer()
+
+
+def test_c4_who_waits_for_room_does_not_ask_for_the_same_try_again_and_again() -> None:
+    """C4, R5: what is in flight while others wait is tried once more if it fails, not once for each look."""
+    with setup(options=options(dram=TierPolicy(most_saving_bytes=176))) as s:
+        s.stored(TOKENS[: 2 * PAGE + 1])
+        req = s.compute(TOKENS, s.loop.run(s.resolve(TOKENS)))
+        s.tier.codes["save"] = lambda codes: codes + 9
+        s.tier.holding.add("save")
+        s.store.seal(req)  # the third page is under way
+        lose(s, s.tier)
+        s.store.retire(req)  # the first two are to be saved anew, and wait for it
+        before = s.tier.count("save")
+        for _ in range(30):
+            answer_all(s.tier)
+        assert s.tier.count("save") - before == 1 + 3
+        s.tier.open("save")
+
+
 # Time
 
 
