@@ -132,6 +132,7 @@ def _call(callback: Callable[[T], object], value: T) -> None:
 
 def all_of(pendings: Sequence[Pending[T]]) -> Pending[tuple[T, ...]]:
     """Settles with every value, in order, once the last is there; at once for none (C12)."""
+    pendings = tuple(pendings)  # those of now: a list may grow meanwhile
     joined: Pending[tuple[T, ...]] = Pending()
     if not pendings:
         joined.settle(())

@@ -221,3 +221,13 @@ def test_lane_without_workers_is_refused() -> None:
     """A lane that could never run anything is refused."""
     with pytest.raises(UsageFault, match="0 workers"):
         ThreadLane("test", workers=0)
+
+
+def test_c12_what_is_added_later_is_not_waited_for() -> None:
+    """C12: a list that grows while its pendings settle changes nothing for who waits for those it had."""
+    first: Pending[int] = Pending()
+    given = [first]
+    joined = all_of(given)
+    given.append(Pending())
+    first.settle(1)
+    assert joined.value == (1,)
