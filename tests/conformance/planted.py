@@ -101,6 +101,7 @@ def a16_everybody_loads_for_himself(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(fetch.Fetcher, "__init__", begin)
     patch.setattr(loads.Loads, "of", lambda *_: None)
+    patch.setattr(loads.Loads, "unclaimed", lambda _self, _rank, keys, *_tiers: len(keys))
 
 
 def a17_the_device_is_not_asked_again(patch: pytest.MonkeyPatch) -> None:
