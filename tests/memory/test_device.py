@@ -198,8 +198,8 @@ def test_e7_records_of_several_pages_both_ways(
     """E7, E1, B21: as with one page; what is left out of a record is not written."""
     model = model_of(dims, turned=turned).model_copy(update={"key_tokens": pages * PAGE})
     side = Side(model, form)
-    assert not side.plan.straight
     moving = mover(side, faults)
+    assert not side.plan.straight
     ids = np.random.default_rng(1).permutation(np.arange(1, BLOCKS))[: 4 * pages].reshape(4, pages)
     host = pinned(4, side.record.payload_bytes)
     sums = moving.out(side.plan, ids, addresses(host)).wait(WAIT_S)
