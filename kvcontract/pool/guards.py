@@ -120,10 +120,11 @@ class Guards(Ledger):
     # Checks
 
     def _check_pages(self, pages: Pages, wrong: Callable[[Pages], npt.NDArray[Any]]) -> None:
-        outside = pages[(pages < 1) | (pages >= self.pages)].tolist()
-        single, counts = np.unique(pages, return_counts=True)
-        twice = single[counts > 1].tolist()
-        if outside or twice:
+        ordered = np.sort(pages)
+        same = ordered[1:] == ordered[:-1]
+        if len(ordered) and (ordered[0] < 1 or ordered[-1] >= self.pages or same.any()):
+            outside = pages[(pages < 1) | (pages >= self.pages)].tolist()
+            twice = np.unique(ordered[1:][same]).tolist()
             raise UsageFault(f"pages outside 1 .. {self.pages - 1}: {outside}; listed twice: {twice}")
         bad = pages[wrong(pages)].tolist()
         if bad:

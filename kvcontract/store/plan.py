@@ -60,19 +60,24 @@ def chosen(
         left: records that may still be pinned; None: any number, since nothing of it may be shed.
         handoff: that it belongs to.
     """
-    rows = np.flatnonzero(todo.any(axis=0))
+    wanted = np.asarray(todo.any(axis=0))
+    rows = np.flatnonzero(wanted)
     if not len(rows):
         return None
-    capped = np.zeros_like(todo)
+    kept, capped = rows, np.zeros((0, 0), np.bool_)
     if budgets.limited and handoff is None:  # C5
-        for number in range(len(todo)):
-            capped[number] = budgets.cap(number, todo[number])
-        todo = todo & ~capped
-    kept = np.flatnonzero(todo.any(axis=0))
+        over = np.stack([budgets.cap(number, todo[number]) for number in range(len(todo))])
+        todo = todo & ~over
+        kept = np.flatnonzero(todo.any(axis=0))
+        capped = over if over.any() else capped
     if left is not None:
         kept = kept[:left]
-    shed = np.setdiff1d(rows, kept, assume_unique=True) + run.first
-    held_back = capped[:, kept] if capped.any() else np.zeros((0, 0), np.bool_)
+    if len(kept) < len(rows):
+        wanted[kept] = False
+        shed = np.flatnonzero(wanted) + run.first
+    else:
+        shed = kept[:0]
+    held_back = capped[:, kept] if capped.size else capped
     budgeted = left is not None
     return Batch(
         rank, run, kept + run.first, todo[:, kept], classes, budgeted, handoff, shed=shed, capped=held_back

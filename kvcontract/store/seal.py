@@ -237,7 +237,8 @@ class Sealer:
     ) -> Batch | None:
         now, classes = self._clock(), [cls] * len(self._known)
         plan = self._plan(len(run.generations))
-        named, owed = None, list[NDArray[np.bool_]]()
+        named: Handoff | None = None
+        owed: list[NDArray[np.bool_]] = []
         if handoff is not None:
             named, owed = self.handoffs.begin(handoff, run.keys)
         for number, known in enumerate(self._known):
