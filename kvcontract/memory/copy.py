@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.layout import round_up
 from kvcontract.contract.wire import WireRecord
 from kvcontract.memory.binding import Binding, as_bytes, torch_dtype, typed_view
 from kvcontract.memory.grains import Grains, Runs, has_kernels, on_device
@@ -94,7 +95,9 @@ class CopyProgram:
         self.grains = None
         if plain and binding.device.type == "cuda" and has_kernels():
             self.grains = Grains.of(self.runs(), record.payload_bytes, binding.device, pages)
-        unit = math.gcd(record.payload_bytes, *(_unit_of(copy) for copy in copies))
+        wide = [torch_dtype(copy.types[1]).itemsize for copy in copies if copy.types is not None]
+        self._row_bytes = round_up(record.payload_bytes, max(wide, default=1))  # where elements are aligned
+        unit = math.gcd(self._row_bytes, *(_unit_of(copy) for copy in copies))
         self._unit_bytes, self._unit = next(item for item in _UNITS if unit % item[0] == 0)
         self._views = [self._device_view(copy) for copy in copies]
 
@@ -145,14 +148,15 @@ class CopyProgram:
             self._move(blocks, out, to_wire=True)
             return
         index = on_device(self._ids(blocks, out).ravel(), self.binding.device)
-        staged = out if out.device == self.binding.device else torch.empty_like(out, device=index.device)
+        here = out.device == self.binding.device and self._row_bytes == self.payload_bytes
+        staged = out if here else self._rows(len(out))
         for copy, view in zip(self._copies, self._views, strict=True):
             wire, found = self._wire_view(copy, staged), view.index_select(0, index)
             if copy.types is not None:
                 found = found.view(torch_dtype(copy.types[0]))
             wire.copy_(found.view(wire.shape))
         if staged is not out:
-            out.copy_(staged)
+            out.copy_(staged[:, : self.payload_bytes])
 
     def scatter(self, blocks: Blocks, staged: Tensor) -> None:
         """See `Program.scatter`; no byte outside the worker's fields is touched (E1).
@@ -168,6 +172,9 @@ class CopyProgram:
         rows = on_device(np.flatnonzero(ids) if self.pages > 1 else np.arange(len(ids)), self.binding.device)
         index = on_device(ids, self.binding.device)[rows]
         source = staged.to(self.binding.device)
+        if self._row_bytes != self.payload_bytes:
+            source = self._rows(len(staged))
+            source[:, : self.payload_bytes] = staged
         for copy, view in zip(self._copies, self._views, strict=True):
             wire = self._wire_view(copy, source).flatten(0, 1)
             wire = wire if len(rows) == len(ids) else wire[rows]
@@ -212,6 +219,10 @@ class CopyProgram:
             raise UsageFault(f"staging begins at byte {staged.storage_offset()}, not on {self._unit_bytes} B")
         return ids
 
+    def _rows(self, count: int) -> Tensor:
+        """Memory for payloads on the device, each where its elements are aligned."""
+        return torch.empty(count, self._row_bytes, dtype=torch.uint8, device=self.binding.device)
+
     def _device_view(self, copy: Strided) -> Tensor:
         unit, sizes, strides = self._shape(copy, 1)
         return typed_view(
@@ -222,9 +233,7 @@ class CopyProgram:
         unit, sizes, strides = self._shape(copy, 2)
         offset = int(staged.storage_offset()) + copy.wire_offset
         shape = (len(staged), self.pages, *sizes)
-        return typed_view(
-            as_bytes(staged), unit, offset, shape, (self.payload_bytes, copy.page_step, *strides)
-        )
+        return typed_view(as_bytes(staged), unit, offset, shape, (self._row_bytes, copy.page_step, *strides))
 
     def _shape(self, copy: Strided, side: int) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
         """Elements, sizes in them and strides in bytes; side 1 is the device, 2 the wire."""

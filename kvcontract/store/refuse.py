@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvcontract.contract.check import check_model
 from kvcontract.contract.clauses import clause
@@ -17,7 +18,7 @@ from kvcontract.store.rank import Rank
 from kvcontract.store.secret import fleet_secret
 from kvcontract.store.tier_policy import TierPolicy, policy_faults, small_budget_faults
 from kvcontract.tiers.base import Tier
-from kvcontract.tiers.cipher import Encryption
+from kvcontract.tiers.cipher import Encryption, leaves
 from kvcontract.tiers.frame import header_bytes
 
 
@@ -66,7 +67,7 @@ def refuse(
         raise NotConformant(model.name, findings)
     faults = _faults(model, ranks, tiers)
     faults += policy_faults(policies, [tier.name for tier in tiers])
-    faults += [] if encryption is None else encryption.faults()
+    faults += [] if encryption is None else [*encryption.faults(), *_unreadable(tiers, policies)]
     small: tuple[str, ...] = ()
     if model.prefix_caching:
         small, wrong = _sizes(model, parts(model)[0], tiers, policies, max_tp)
@@ -151,6 +152,17 @@ def _sizes(
         )
         faults.append(f"{told}; one record of part {part.name!r} needs {max(sizes):,} B")
     return tuple(small), faults
+
+
+def _unreadable(tiers: Sequence[Tier], policies: Mapping[str, TierPolicy]) -> list[str]:
+    """Private tiers that would be given, by the tier above them, what only those that encrypt can read."""
+    return [
+        f"tier {below.name!r} stays in this process and is written back from tier {above.name!r}, whose"
+        " records are encrypted; write it through, or put it above"
+        for above, below in pairwise(tiers)
+        if leaves(above.capabilities) and not leaves(below.capabilities)
+        if isinstance(policy := policies.get(below.name), TierPolicy) and policy.back
+    ]
 
 
 def _unnamed_weights(model: KvModel, lasting: Sequence[str]) -> Finding:

@@ -174,6 +174,7 @@ class Load:
         done, lent = np.zeros(len(keys), np.bool_), loan.rows
         try:
             codes = loan.codes.copy()
+            codes[(loan.address == 0) & (codes == Code.OK)] = Code.FAILED  # nothing was lent: nothing came
             starts, header = loan.address[lent], shard.template.header_bytes
             landing = DeviceLanding(
                 shard, blocks[lent], starts + header, mover=mover, urgency=Urgency.RESTORE
@@ -196,7 +197,9 @@ class Load:
             if flaw is not None:
                 codes[row] = Code.CORRUPT
                 self.ground.count(f"flaw_{flaw.value}")
-        if self.cipher is not None:
+        if self.cipher is None:
+            self._leave_sealed(landing, codes, came)
+        else:
             claimed = self._opened(self.cipher, landing, keys, codes, came, claimed)
         sound = np.flatnonzero(codes[came] == Code.OK)
         sums = (yield landing.deliver(came[sound])) if len(sound) else claimed[sound]
@@ -211,6 +214,13 @@ class Load:
             self.tier.discard(self.lease, damaged)
         landing.accept(np.flatnonzero(codes == Code.OK))
         return codes
+
+    def _leave_sealed(self, landing: Landing, codes: Codes, came: Rows) -> None:
+        """What somebody has encrypted is a miss for who cannot decrypt it, and stays: others may."""
+        sealed = landing.shard.template.seals(landing.headers[came]).any(axis=1)
+        for row in came[sealed & (codes[came] == Code.OK)].tolist():
+            codes[row] = Code.MISS
+            self.ground.count(f"flaw_{Flaw.UNKNOWN_KEY.value}")
 
     def _opened(
         self,

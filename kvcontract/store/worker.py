@@ -116,7 +116,9 @@ class Worker:
         self.clock = clock
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._running: dict[Op, None] = {}  # in order: what is awaited must not depend on addresses
+        # In order: what is awaited must not depend on addresses.  Whoever forgets what he was to settle does
+        # not thereby end a chain, whose memory may still be written (R3).
+        self._running: dict[Op, Chain] = {}
         self._closed = False
         self.mover = mover or self._device_mover(bindings)
         self.depth = 1 if self.mover is None else DEPTH
@@ -321,7 +323,7 @@ class Worker:
         with self._lock:
             refused = self._closed
             if not refused:
-                self._running[chain.op] = None
+                self._running[chain.op] = chain
         if refused:
             return self._refused(job.verb, job.pages, "the worker is closed")
         chain.start()

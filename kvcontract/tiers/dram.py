@@ -285,7 +285,9 @@ class DramTier:
         else:
             with self._lock:
                 self._settle_returns()
-                for name in names:
+                closed = work.closed
+                given = [Code.REFUSED] * len(names) if closed else []
+                for name in () if closed else names:
                     try:
                         given.append(self._taken(name, record_bytes, hold))
                     except Exception as error:  # noqa: BLE001 - kept; it befalls one record (H1)

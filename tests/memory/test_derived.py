@@ -189,6 +189,40 @@ def test_e6_widened_values_come_back(narrow: str, wide: str) -> None:
     assert bool(view[2].double().flatten()[~real].isnan().all())
 
 
+@pytest.mark.parametrize("odd_last", [False, True])
+@pytest.mark.parametrize(("narrow", "wide"), [("float8_e4m3fn", "bfloat16"), ("int8", "int32")])
+def test_e6_widened_records_of_odd_lengths(narrow: str, wide: str, *, odd_last: bool) -> None:
+    """E6: records whose length is no multiple of the wide element all come back, or are refused."""
+
+    def arenas(dtype: str) -> tuple[Arena, ...]:
+        many = Field(name="k", dtype=dtype, axes={"dim": 4})
+        odd = Field(name="c", dtype="uint8", axes={"dim": 5})
+        found = [
+            Arena.planes(name="l0", group="kv", layer=0, fields=(many,)),
+            Arena.planes(name="l1", group="kv", layer=1, fields=(odd,)),
+        ]
+        return tuple(found if odd_last else found[::-1])
+
+    model = model_of(arenas(narrow), arenas(wide))
+    (part,) = parts(model)
+    record = wire_record(model, part)
+    binding = Binding.allocate(layout(model).space("full"), 9)
+    if not odd_last:
+        with pytest.raises(UsageFault, match="multiples of its element"):
+            CopyProgram.compile(binding, record)
+        return
+    for number, view in enumerate(binding.views.values()):
+        values = torch.arange(view.numel()) % 23 + number
+        view.copy_(values.view(view.shape).to(view.dtype))
+    before = {name: view[[1, 2, 3, 4]].clone() for name, view in binding.views.items()}
+    program = CopyProgram.compile(binding, record)
+    out = torch.zeros(4, record.payload_bytes, dtype=torch.uint8)
+    program.gather(np.array([1, 2, 3, 4]), out)
+    program.scatter(np.array([8, 7, 6, 5]), out)
+    for name, view in binding.views.items():
+        assert torch.equal(view[[8, 7, 6, 5]].view(torch.uint8), before[name].view(torch.uint8)), name
+
+
 def test_what_cannot_be_derived_is_refused() -> None:
     """A narrower dtype, a member that is nowhere, and one that is twice in a layer: all named at once."""
     device = (

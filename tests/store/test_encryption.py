@@ -333,3 +333,26 @@ def test_the_same_content_is_readable_without_encryption(tmp_path: Path) -> None
     engine(tmp_path, None, TOKENS)
     content = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert row(TOKENS[:1])[0].tobytes() in content
+
+
+def test_e7_what_is_encrypted_is_a_miss_without_keys(tmp_path: Path) -> None:
+    """E7, R4: an engine without encryption over the same directory is given no byte of it, and leaves it."""
+    assert engine(tmp_path, crypt(), TOKENS) == 0
+    assert engine(tmp_path, None, TOKENS) == 0
+    assert engine(tmp_path, crypt(), TOKENS) == 4 * PAGE
+
+
+def test_h10_a_private_tier_is_not_written_back_from_an_encrypted_one() -> None:
+    """H10: it would be given what nobody can read there."""
+    with (
+        pytest.raises(UsageFault, match="'far' stays in this process and is written back from tier 'disk'"),
+        setup(
+            tiers=3,
+            model=NAMED,
+            secret=SECRET,
+            max_tp=1,
+            claims={"disk": {"persistent": True}},
+            options=StoreOptions(encryption=crypt(), tiers={"far": TierPolicy(write="back")}),
+        ),
+    ):
+        pass

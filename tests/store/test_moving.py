@@ -81,7 +81,7 @@ class HostMover:
     ) -> Pending[Any]:
         """Host memory to pages, in the lane."""
         program, sums = plan
-        checked_blocks(program, blocks)
+        checked_blocks(program, blocks, holes=True)
         return self._later(lambda: self._into(program, sums, blocks, address), urgency)
 
     def _into(self, program: Program, sums: SegmentSums, blocks: Blocks, address: Any) -> Any:
@@ -252,6 +252,24 @@ def test_e7_damaged_records_are_never_ok(where: str, *, lent: bool) -> None:
         assert inner.stats()["quarantined"] == 1
         assert side.load(tier, [2], [5]) == [Code.MISS]
     assert side.idle()
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_r4_what_was_not_lent_did_not_come(where: str) -> None:
+    """R4: a tier that says OK and lends nothing gives no page."""
+    side = Side(where)
+    inner = side.tier()
+    assert codes_of(side.save(inner, [1, 2], [1, 2])) == [OK, OK]
+
+    class Boaster(DramTier):
+        """One that does."""
+
+        lookup, borrow, reserve = inner.lookup, inner.borrow, inner.reserve
+
+    boaster = Boaster(1)
+    boaster.borrow = lambda *_: Loan(np.zeros(2, np.int64), np.zeros(2, np.uint8), None)  # type: ignore[method-assign]
+    assert side.load(boaster, [1, 2], [11, 12]) == [Code.FAILED] * 2
+    assert boaster.close(FOREVER)
 
 
 def test_r3_nothing_is_found_before_its_bytes_are_complete() -> None:

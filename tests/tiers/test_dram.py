@@ -582,3 +582,13 @@ def test_c10_a_loan_that_is_dropped_keeps_its_memory() -> None:
         del loan
     assert save(tier, 2) == [Code.FULL]
     assert not tier.close(0.0)
+
+
+def test_c10_nothing_is_lent_after_the_end() -> None:
+    """C10: a closed tier refuses a loan, and takes no memory for it."""
+    tier = DramTier(1 << 16, lane=InlineLane())
+    assert tier.close(math.inf)
+    keys = record_keys(np.array([[1, 2]], np.uint64), 0, 0, 1)
+    loan = tier.reserve(keys, 1024, SaveClass.CACHEABLE, math.inf)
+    assert (loan.codes.tolist(), loan.rows.tolist()) == ([Code.REFUSED], [])
+    assert tier.stats()["allocated_bytes"] == 0

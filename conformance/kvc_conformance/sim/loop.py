@@ -31,6 +31,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._timers_set = 0
 
+    def __del__(self, _warn: object = None) -> None:
+        """Nothing is left open: there is nothing to close."""
+
     def time(self) -> float:
         """Virtual seconds."""
         return self._now_s
