@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import InternalFault
+from kvcontract.contract.layout import round_up
 from kvcontract.core.lane import Line, Urgency
 from kvcontract.core.pending import Pending
 from kvcontract.memory.copy import Blocks, Program
@@ -53,7 +54,7 @@ class Staging:
         self._line: Line[tuple[int, Pending[Room | Exception]]] = Line()
         self._allocate = allocate
         self._whole: NDArray[np.uint8] | None = None
-        self._holes = Holes(-(-limit_bytes // PAGE_BYTES) * PAGE_BYTES)
+        self._holes = Holes(round_up(limit_bytes, PAGE_BYTES))
 
     @property
     def used_bytes(self) -> int:

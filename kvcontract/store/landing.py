@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcontract.contract.layout import round_up
 from kvcontract.contract.wire import WireRecord
 from kvcontract.core.lane import Urgency
 from kvcontract.core.pending import Pending
@@ -247,4 +248,4 @@ def write_headers(address: NDArray[np.int64], headers: NDArray[np.uint8]) -> Non
 
 
 def _aligned_bytes(shard: Shard) -> int:
-    return -(-shard.record.payload_bytes // PAGE_BYTES) * PAGE_BYTES
+    return round_up(shard.record.payload_bytes, PAGE_BYTES)

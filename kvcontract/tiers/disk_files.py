@@ -37,6 +37,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from kvcontract.contract.layout import round_up
 from kvcontract.memory.checksum import crc32c
 from kvcontract.tiers.base import RECORD_KEY_BYTES
 from kvcontract.tiers.frame import Flaw
@@ -373,4 +374,4 @@ def _cut(pieces: Sequence[Piece], room: int, chunk: int) -> list[Piece | None]:
 
 
 def _blocks(size_bytes: int) -> int:
-    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    return round_up(size_bytes, BLOCK_BYTES)

@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.layout import round_up
 from kvcontract.memory.checksum import crc32c
 from kvcontract.tiers.base import RECORD_KEY_BYTES, RecordKeys
 
@@ -115,7 +116,7 @@ class FrameHeader:
 def header_bytes(segments: int) -> int:
     """Length of the header of a record of that many segments."""
     used = _FIXED.size + segments * _SEGMENT.size + _SUM.size
-    return -(-used // ALIGN_BYTES) * ALIGN_BYTES
+    return round_up(used, ALIGN_BYTES)
 
 
 def encode(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvcontract.contract.layout import round_up
 from kvcontract.tiers.base import Clock
 from kvcontract.tiers.shared_dir import (
     BAD,
@@ -41,7 +42,7 @@ _AGAIN_S: Final = 1.0  # nothing could be evicted: look again after this
 
 def charged_bytes(record_bytes: int) -> int:
     """What a record of that many bytes takes of the quota."""
-    return -(-(record_bytes + FOOTER_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
+    return round_up(record_bytes + FOOTER_BYTES, BLOCK_BYTES)
 
 
 @dataclass(slots=True)
@@ -290,7 +291,7 @@ class Room:
         if old_goes and not self._own(entry) and now_ns - found.st_mtime_ns > self._leftover_s * 1e9:
             self.swept += _remove_any(entry.path)
             return None
-        return -(-found.st_size // BLOCK_BYTES) * BLOCK_BYTES
+        return round_up(found.st_size, BLOCK_BYTES)
 
     def _own(self, entry: os.DirEntry[str]) -> bool:
         """Whether this member is writing it: then it is reserved, and nobody's leftover."""

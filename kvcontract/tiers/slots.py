@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.errors import InternalFault
+from kvcontract.contract.layout import round_up
 from kvcontract.memory.slab import Allocate
 
 SLOT_ALIGN_BYTES: Final = 64
@@ -245,4 +246,4 @@ class Slots:
 
 
 def _slot_bytes(record_bytes: int) -> int:
-    return -(-max(1, record_bytes) // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+    return round_up(max(1, record_bytes), SLOT_ALIGN_BYTES)
