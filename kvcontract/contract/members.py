@@ -85,19 +85,21 @@ def pairs(
 ) -> tuple[list[tuple[str, Member, Member, Field]], list[str]]:
     """Members of the device's arenas and of the wire's that stand for one another.
 
-    They have one name, in arenas of one name, or else in arenas of one group and layer.
+    They have one name, in arenas of one name, or else in arenas of one group and layer, if it is the only one
+    of its name there: programs are compiled by the same rule.
 
     Returns:
         (name, on the device, on the wire, the wire's field) of each pair; names of those without another.
     """
     ours, theirs = _named(device), _named(wire)
+    everything = tuple(ours.items())
     both = sorted(ours.keys() & theirs.keys())
     found = [(".".join(key), ours.pop(key)[1], *theirs.pop(key)[1:]) for key in both]
     for key, (arena, member, field) in sorted(theirs.items()):
         near = [
-            mine for mine, (other, own, _) in ours.items() if own.name == member.name and _near(other, arena)
+            mine for mine, (other, own, _) in everything if own.name == member.name and _near(other, arena)
         ]
-        if len(near) == 1:
+        if len(near) == 1 and near[0] in ours:
             found.append((".".join(key), ours.pop(near[0])[1], member, field))
             del theirs[key]
     return found, [".".join(key) for key in sorted({*ours, *theirs})]

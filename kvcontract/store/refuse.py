@@ -67,11 +67,13 @@ def refuse(
         raise NotConformant(model.name, findings)
     faults = _faults(model, ranks, tiers)
     faults += policy_faults(policies, [tier.name for tier in tiers])
-    faults += [] if encryption is None else [*encryption.faults(), *_unreadable(tiers, policies)]
     small: tuple[str, ...] = ()
     if model.prefix_caching:
         small, wrong = _sizes(model, parts(model)[0], tiers, policies, max_tp)
         faults += wrong
+    if encryption is not None:
+        served = [tier for tier in tiers if tier.name not in small]
+        faults += [*encryption.faults(), *_unreadable(served, policies)]
     lasting = [tier for tier in tiers if tier.name in lasting_names(tiers)]
     unnamed = bool(lasting) and not model.weights.resolved
     if unnamed and faults:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcontract.contract.check import check_model
 from kvcontract.contract.dtypes import WIDER
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import layout
@@ -240,3 +241,17 @@ def test_what_cannot_be_derived_is_refused() -> None:
     assert "c.k: the device has 2 such fields" in text
     assert "c.z: the device has no such field" in text
     assert "c.w: dtype int16 on the device, int8 on the wire" in text
+
+
+def test_i3_what_is_sound_can_be_compiled() -> None:
+    """I3: a field that two arenas of a layer have is a finding, not a surprise when memory is bound."""
+    device = (
+        kv(Arena.planes, field("k", AXES), name="a"),
+        kv(Arena.planes, field("k", AXES), name="b"),
+    )
+    wire = (device[0], kv(Arena.planes, field("k", AXES), name="c"))
+    model = model_of(device, wire)
+    assert [found.value for found in check_model(model)] == ["b.k", "c.k"]
+    (part,) = parts(model)
+    with pytest.raises(UsageFault, match=r"c\.k: the device has 2 such fields"):
+        CopyProgram.compile(Binding.allocate(layout(model).space("full"), 3), wire_record(model, part))
