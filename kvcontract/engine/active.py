@@ -7,7 +7,6 @@ again: they are counted apart, never as computed twice, and nothing of them is s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +33,6 @@ class Active:
         prefix: where it began; consumed by the admission, kept for its figures.
         kv: its pages.
         sampler: chooses its tokens.
-        slots: its live slot in each bounded group.
         forced: the token after the prompt, where a branch has sampled it already.
         sealed_pages: leading pages that were handed to the store.
         vocab_size: token ids lie below it.
@@ -45,7 +43,6 @@ class Active:
     prefix: KvPrefix
     kv: RequestKv
     sampler: Sampler
-    slots: Mapping[str, int] = field(default_factory=dict)
     forced: int | None = None
     sealed_pages: int = 0
     vocab_size: int = MAX_TOKEN_ID
@@ -75,7 +72,7 @@ class Active:
     # Preemption
 
     def preempt(self, yields_to: frozenset[int]) -> None:
-        """Give pages and promise back (B20); its slots are the caller's to release.
+        """Give pages and promise back (B20).
 
         Args:
             yields_to: ids of requests that are to go first.
@@ -118,7 +115,8 @@ class Active:
     def _drafts(self, drafter: Drafter, most: int) -> TokenIds:
         """What a drafter proposes; nothing where that is no proposal: speculation never costs a request."""
         try:
-            given = token_array(drafter.propose(self.kv.tokens, self.slots))[: min(most, drafter.max_drafts)]
+            proposed = drafter.propose(self.kv.tokens, self.kv.beside.live_slots)
+            given = token_array(proposed)[: min(most, drafter.max_drafts)]
             outside = [token for token in given.tolist() if token >= self.vocab_size]
             if outside:
                 raise UsageFault(f"proposed tokens {outside[:4]} outside a vocabulary of {self.vocab_size}")  # noqa: TRY301

@@ -7,7 +7,7 @@ been admitted before; then by arrival.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,13 +17,13 @@ from kvcontract.engine.active import Active
 from kvcontract.engine.intake import Arrival
 from kvcontract.engine.request import Finish, Request, Result
 from kvcontract.engine.sampling import Sampler
+from kvcontract.pool.checkpoints import NO_CHECKPOINTS, CheckpointPolicy, Checkpoints
 from kvcontract.pool.handles import NO_PAGES, Later, Never
 from kvcontract.pool.index import Pages
 from kvcontract.pool.keys import Keyer
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.queue import AdmissionQueue, Waiter
 from kvcontract.pool.request import admit
-from kvcontract.pool.slab import LiveSlots
 from kvcontract.store.policy import KvPrefix
 
 
@@ -51,20 +51,20 @@ class Admission:
     Attributes:
         pool: where pages come from.
         keyer: derives page keys.
-        slots: live slots of each bounded group, by its name.
+        checkpoints: where it is wanted that others can go on from.
         vocab_size: token ids lie below it.
     """
 
     pool: BlockPool
     keyer: Keyer
-    slots: Mapping[str, LiveSlots]
+    checkpoints: CheckpointPolicy
     vocab_size: int
     _queue: AdmissionQueue[Arrival]
 
     @classmethod
-    def of(cls, pool: BlockPool, keyer: Keyer, slots: Mapping[str, LiveSlots], vocab_size: int) -> Admission:
+    def of(cls, pool: BlockPool, keyer: Keyer, checkpoints: CheckpointPolicy, vocab_size: int) -> Admission:
         """An empty line."""
-        return cls(pool, keyer, slots, vocab_size, AdmissionQueue(pool))
+        return cls(pool, keyer, checkpoints, vocab_size, AdmissionQueue(pool))
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -89,11 +89,11 @@ class Admission:
     @property
     def has_slots(self) -> bool:
         """Whether there is a live slot in each bounded group for one request more."""
-        return all(slots.free for slots in self.slots.values())
+        return all(side.pool.gauges().budget > 0 for side in self.pool.sides.slots)
 
     def next(self) -> Active | tuple[Request, Result] | None:
         """The next request that fits, admitted; or with its result where it ends here; None if none fits."""
-        waiter = self._queue.next() if self.has_slots else None
+        waiter = self._queue.next()
         if waiter is None:
             return None
         arrival = _current(waiter)
@@ -125,7 +125,6 @@ class Admission:
                 return None
         except UsageFault as fault:
             return arrival.end(Finish.FAILED, f"resume: {fault}")
-        item.slots = self.take_slots()
         return item
 
     def _admitted(self, arrival: Arrival) -> Active | Result | None:
@@ -137,6 +136,7 @@ class Admission:
                 keyer=self.keyer,
                 scope=arrival.request.scope,
                 prefix=arrival.prefix,
+                checkpoints=self._wanted(arrival),
             )
         except UsageFault as fault:
             answer = Never(str(fault))
@@ -149,21 +149,16 @@ class Admission:
             arrival.prefix,
             answer,
             arrival.sampler or Sampler(arrival.request.sampling),
-            slots=self.take_slots(),
             forced=arrival.forced,
             vocab_size=self.vocab_size,
         )
 
-    def take_slots(self) -> dict[str, int]:
-        """A live slot in each bounded group; there is one in each, or `next` had not answered."""
-        taken = {group: slots.take() for group, slots in self.slots.items()}
-        return {group: slot for group, slot in taken.items() if slot is not None}
-
-    def release_slots(self, item: Active) -> None:
-        """Take the slots of a request that has ended, or was preempted, back."""
-        for group, slot in item.slots.items():
-            self.slots[group].release(slot)
-        item.slots = {}
+    def _wanted(self, arrival: Arrival) -> Checkpoints:
+        """Where a request is to be cut; nowhere, for a model whose pages are all it keeps."""
+        if not self.pool.sides:
+            return NO_CHECKPOINTS
+        prompt = len(arrival.request.prompt)
+        return self.checkpoints.of(self.pool.sides.granule_tokens, prompt, arrival.prefix.branches)
 
     def drop(self, request_ids: Collection[int]) -> list[Arrival]:
         """Take requests out that give up; what they hold is the caller's to give back."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from kvcontract.pool.request import Chunk
 def build_step(
     chunks: Sequence[Chunk],
     *,
-    slots: Sequence[Mapping[str, int]],
     all_rows: Sequence[bool],
     adapters: Sequence[str | None],
 ) -> Step:
@@ -24,7 +23,6 @@ def build_step(
 
     Args:
         chunks: at least one, each of another request.
-        slots: for each chunk, the request's live slot in each bounded group.
         all_rows: for each chunk, whether the logits of all its rows are wanted, or only where it emits.
         adapters: for each chunk, the name of the request's adapter.
     """
@@ -41,7 +39,7 @@ def build_step(
         context_len=np.array([chunk.context_len for chunk in chunks], np.int64),
         page_table={space: _table([chunk.pages[space] for chunk in chunks]) for space in chunks[0].pages},
         want=np.concatenate(want),
-        slots={group: np.array([held[group] for held in slots], np.int32) for group in slots[0]},
+        slots={group: np.array([c.slots[group] for c in chunks], np.int32) for group in chunks[0].slots},
         adapters=tuple(adapters) if any(name is not None for name in adapters) else (),
     )
 

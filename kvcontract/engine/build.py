@@ -29,9 +29,10 @@ from kvcontract.engine.drafter import Drafter
 from kvcontract.engine.engine import Engine
 from kvcontract.engine.views import executor_views
 from kvcontract.memory.binding import CLAUSE, Binding
+from kvcontract.pool.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
 from kvcontract.pool.keys import FleetSecret
 from kvcontract.pool.pool import BlockPool
-from kvcontract.pool.slab import LiveSlots
+from kvcontract.pool.sides import make_sides
 from kvcontract.store.rank import Rank
 from kvcontract.store.store import KvStore
 from kvcontract.tiers.base import Tier
@@ -92,6 +93,8 @@ def assemble(
     prefix_cache: bool = True,
     limits: EngineLimits | None = None,
     drafter: Drafter | None = None,
+    beside: Mapping[str, int] | None = None,
+    checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
 ) -> Assembly:
     """Put an engine together, over the executor's own arenas or else one page-first slab a space.
 
@@ -109,6 +112,9 @@ def assemble(
             refused.
         limits: of one step.
         drafter: proposes tokens that the model verifies; bound like the executor.
+        beside: blocks of each other space by its key, block 0 included: pages of windows, slots of state.
+            What is not named has as many pages as `pages`, or a live slot and a snapshot for each request.
+        checkpoints: where prompts are cut so that others can go on from there.
 
     Raises:
         UsageFault: parts are missing or do not fit together, the executor's own arenas included.
@@ -125,12 +131,20 @@ def assemble(
             model, executor, checkpoint=checkpoint, hf_model=hf_model, device=device, dtype=dtype
         )
     sizes = limits or EngineLimits()
-    slots = (sizes.max_requests or executor.limits.max_requests) + 1  # slot 0 is padding, like page 0
-    bindings = bind_memory(model, executor, pages, device, slots=slots)
+    requests = sizes.max_requests or executor.limits.max_requests
+    spaces = {space.key: space.kind for space in layout(model).spaces}
+    blocks = {
+        key: pages if kind == "paged" else 1 + (2 if prefix_cache else 1) * requests
+        for key, kind in spaces.items()
+    }
+    blocks |= dict(beside or {})
+    bindings = bind_memory(model, executor, blocks, device)
     for user in (executor, drafter):
         if user is not None:
             user.bind(executor_views(bindings))
-    pool = BlockPool(pages, model.page_tokens, retention=prefix_cache)
+    step = min(sizes.max_chunk_tokens or 2**62, sizes.max_batch_tokens or executor.limits.max_tokens)
+    sides = make_sides(model, blocks, step, retention=prefix_cache)
+    pool = BlockPool(pages, model.page_tokens, retention=prefix_cache, sides=sides)
     stops = () if checkpoint is None else stop_token_ids(checkpoint)
     with contextlib.ExitStack() as undo:
         store = None
@@ -143,8 +157,8 @@ def assemble(
             store=store,
             stop_token_ids=stops,
             bindings=bindings,
-            slots={group.name: LiveSlots(slots) for group in model.groups if group.kind == "bounded"},
             drafter=drafter,
+            checkpoints=checkpoints,
             **asdict(sizes),
         )
         undo.pop_all()
@@ -154,25 +168,21 @@ def assemble(
 def bind_memory(
     model: KvModel,
     executor: Executor,
-    pages: int,
+    blocks: Mapping[str, int],
     device: torch.device | str = "cpu",
-    *,
-    slots: int = 2,
 ) -> dict[str, Binding]:
     """The memory of each space, by its key: the executor's own where it brings any, else page-first slabs.
 
     Args:
         model: the declaration.
         executor: not bound yet.
-        pages: of the pool, page 0 included.
+        blocks: of each space, by its key, block 0 included.
         device: of memory that is allocated here.
-        slots: of bounded groups, slot 0 included.
 
     Raises:
         UsageFault: the executor's arenas do not hold every block, as declared (KVC-LAYOUT-05).
     """
     spaces = layout(model).spaces
-    blocks = {space.key: pages if space.kind == "paged" else slots for space in spaces}
     if not isinstance(executor, OwnsArenas):
         return {space.key: Binding.allocate(space, blocks[space.key], device) for space in spaces}
     tensors = dict(executor.arenas(blocks))

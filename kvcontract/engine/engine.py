@@ -42,9 +42,9 @@ from kvcontract.engine.request import GREEDY, Capture, Finish, Request, Result, 
 from kvcontract.engine.sampling import Sampling
 from kvcontract.engine.scheduler import Machine, Scheduler
 from kvcontract.memory.binding import Binding
+from kvcontract.pool.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
 from kvcontract.pool.keys import FleetSecret, Keyer
 from kvcontract.pool.pool import BlockPool
-from kvcontract.pool.slab import LiveSlots
 from kvcontract.store.policy import PLAIN, ResolvePolicy
 
 if TYPE_CHECKING:
@@ -68,12 +68,14 @@ class Engine(Controls):
             same places whatever it hits (or earlier, where the batch is full); None is `max_batch_tokens`.
         max_requests: most requests at once, none above `max_batch_tokens`.
         stop_token_ids: end-of-sequence ids of the model.
-        bindings: the memory of each space, by its key; needed for branches, whose partial pages are copied.
-        slots: live slots of each bounded group, by its name.
+        bindings: the memory of each space, by its key; needed for branches, whose partial pages are copied,
+            and for state that is restored by a copy.
         drafter: proposes tokens that the model verifies.
+        checkpoints: where prompts are cut so that others can go on from there, for models that need it.
 
     Attributes:
         keyer: derives the page keys of its requests.
+        bindings: see the arguments.
 
     Raises:
         UsageFault: limits that cannot work, or state that the pool does not serve; all are named.
@@ -92,8 +94,8 @@ class Engine(Controls):
         max_requests: int | None = None,
         stop_token_ids: Collection[int] = (),
         bindings: Mapping[str, Binding] | None = None,
-        slots: Mapping[str, LiveSlots] | None = None,
         drafter: Drafter | None = None,
+        checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
     ) -> None:
         self._loop = EngineLoop()
         control = Control(self._loop, self._enter, self._refuse, self._going_on)
@@ -104,10 +106,9 @@ class Engine(Controls):
         most = min(limits.max_requests, self.max_batch_tokens)
         self.max_requests = most if max_requests is None else max_requests
         self.max_chunk_tokens = self.max_batch_tokens if max_chunk_tokens is None else max_chunk_tokens
-        own_slots = dict(slots or {})
-        refuse_unfit(self, limits, own_slots)
+        self.bindings = dict(bindings or {})
+        refuse_unfit(self, limits)
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._bindings = dict(bindings or {})
         self.keyer = _own_keyer(model) if store is None else store.keyer
         self._wake = threading.Event()
         self._ids = itertools.count()
@@ -119,8 +120,8 @@ class Engine(Controls):
         self._closed = False
         self._intake = Intake(store, rank, self._wake, self._loop)
         sizes = self.max_batch_tokens, self.max_chunk_tokens, self.max_requests
-        machine = Machine(executor, store, self._bindings, drafter, *sizes)
-        line = Admission.of(pool, self.keyer, own_slots, limits.vocab_size)
+        machine = Machine(executor, store, self.bindings, drafter, *sizes)
+        line = Admission.of(pool, self.keyer, checkpoints, limits.vocab_size)
         self._scheduler = Scheduler(machine, line, self._begin, self._end)
         self._forget_pool = pool.on_release(self._wake.set)
 
@@ -185,7 +186,7 @@ class Engine(Controls):
         Raises:
             UsageFault: as `submit`; or `count` is below 1, or the engine was given no bindings to copy in.
         """
-        if count < 1 or (count > 1 and not self._bindings):
+        if count < 1 or (count > 1 and not self.bindings):
             raise UsageFault(f"count {count}: expected 1 or more; more than 1 needs the engine's bindings")
         tokens = check_prompt(prompt, max_new_tokens, self._limits, priority)
         capture: Capture = "sampled" if capture_logits is True else capture_logits or "none"

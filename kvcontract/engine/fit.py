@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.executor import Limits
 from kvcontract.contract.layout import layout
 from kvcontract.pool.request import FULL
-from kvcontract.pool.slab import LiveSlots
 
 if TYPE_CHECKING:
     from kvcontract.engine.engine import Engine
 
 
-def refuse_unfit(engine: Engine, limits: Limits, slots: Mapping[str, LiveSlots]) -> None:
+def refuse_unfit(engine: Engine, limits: Limits) -> None:
     """Refuse an engine that could not run.
 
     Raises:
@@ -34,13 +32,15 @@ def refuse_unfit(engine: Engine, limits: Limits, slots: Mapping[str, LiveSlots])
         faults.append(f"max_chunk_tokens {engine.max_chunk_tokens}: expected 1 or more")
     if engine.pool.page_tokens != engine.model.page_tokens:
         faults.append(f"pages of {engine.pool.page_tokens} tokens, declared {engine.model.page_tokens}")
-    bounded = {group.name for group in engine.model.groups if group.kind == "bounded"}
-    served = {FULL, *(f"slots-{name}" for name in bounded)}
-    other = [space.key for space in layout(engine.model).spaces if space.key not in served]
-    if other:
-        faults.append(f"state in {', '.join(other)}: this engine serves full attention only")
-    if bounded != set(slots):
-        faults.append(f"slots for {sorted(slots)}: expected one LiveSlots each for {sorted(bounded)}")
+    spaces, pooled = {space.key for space in layout(engine.model).spaces}, engine.pool.sides
+    if spaces != {FULL, *(side.key for side in pooled)}:
+        given = ", ".join([FULL, *(side.key for side in pooled)])
+        faults.append(f"pools for {given}: expected one for each of {', '.join(sorted(spaces))}")
+    step = pooled.max_step_tokens
+    if step is not None and step < min(engine.max_chunk_tokens, engine.max_batch_tokens):
+        faults.append(f"windows for steps of {step} tokens: chunks have up to {engine.max_chunk_tokens}")
+    if pooled and not engine.bindings:
+        faults.append("no bindings: what a request begins with is copied in them")
     if engine.store is not None and not engine.model.prefix_caching:
         never = [group.name for group in engine.model.groups if not group.checkpointable]
         faults.append(f"a store, while {', '.join(never)} is never restored: prefix caching is off then")

@@ -26,7 +26,7 @@ from kvcontract.engine.request import Finish, Request, Result, refusal
 from kvcontract.engine.sampling import Sampler
 from kvcontract.memory.binding import Binding
 from kvcontract.pool.handles import Later
-from kvcontract.pool.request import FULL, Chunk
+from kvcontract.pool.request import Chunk
 from kvcontract.store.policy import KvPrefix
 from kvcontract.store.store import KvStore
 
@@ -177,7 +177,6 @@ class Scheduler:
         item.preempt(yields_to)
         self.active.remove(item)
         self.resting.append(item)
-        self.line.release_slots(item)
 
     def _wake_rested(self) -> int:
         """Let those resolve again that are next and fit; how many."""
@@ -234,11 +233,9 @@ class Scheduler:
         every = [item.request.capture == "all" for item, _ in batch]
         try:
             for _, chunk in batch:
-                for pair in chunk.copies:
-                    self._machine.bindings[FULL].copy_blocks([pair])
+                self._copy(chunk.copies)
             step = build_step(
                 [chunk for _, chunk in batch],
-                slots=[item.slots for item, _ in batch],
                 all_rows=every,
                 adapters=[item.request.scope.lora for item, _ in batch],
             )
@@ -273,11 +270,18 @@ class Scheduler:
         finish = item.commit(chunk, logits, wanted)
         if item.request.branches and not item.prefilling:
             self._branches(item, logits[-1])
-        if self._machine.store is not None and item.kv.registered > item.sealed_pages:
+        fresh = item.kv.registered > item.sealed_pages or item.kv.checkpoint is not None
+        if self._machine.store is not None and fresh:
             self._machine.store.seal(item.kv, after=written(logits.device))
             item.sealed_pages = item.kv.registered
         if finish is not None:
             self._finish(item, finish)
+
+    def _copy(self, copies: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
+        """Copy blocks, all groups of each, in the order of the device's work."""
+        for space, pairs in copies.items():
+            for pair in pairs:  # one may read what another has written
+                self._machine.bindings[space].copy_blocks([pair])
 
     def _branches(self, item: Active, logits: Tensor) -> None:
         """The prompt has been run: every branch samples its own first token and goes on by itself."""
@@ -296,9 +300,11 @@ class Scheduler:
         if isinstance(kv, Later):
             self.line.push(Arrival(request, prefix, sampler=sampler, forced=token))
             return
-        slots, size = self.line.take_slots(), self.line.vocab_size
-        made = Active(request, prefix, kv, sampler, slots, vocab_size=size)
+        made = Active(request, prefix, kv, sampler, vocab_size=self.line.vocab_size)
         self.active.append(made)
+        if self.line.pool.sides.slots:  # before this request rewrites what the branch is to begin with
+            self._copy(kv.copies)
+            kv.copied()
         if token in request.stop_token_ids:
             self._finish(made, Finish.STOP)
 
@@ -314,7 +320,6 @@ class Scheduler:
             else:
                 self._machine.store.retire(item.kv)
         finally:
-            self.line.release_slots(item)
             self._end(item.result(finish, reason))
             self._let_branches_begin(item.request.branches, reason)
 

@@ -16,7 +16,7 @@ from kvcontract.pool.index import Pages
 from kvcontract.pool.kernels import DUPLICATE, FREE, PRIMARY, STAGED, WRITABLE
 
 
-def audit(books: Books, runs: Iterable[Run], entitled: int) -> None:
+def audit(books: Books, runs: Iterable[Run], entitled: int, promised: int) -> None:
     """Compare everything with everything.
 
     Raises:
@@ -26,7 +26,8 @@ def audit(books: Books, runs: Iterable[Run], entitled: int) -> None:
     order = _eviction_order(books)
     faults = [
         *_counters(books, entitled),
-        *_references(books, listed, entitled),
+        *_references(books, listed),
+        *_promises(entitled, promised),
         *_lists(books, order),
         *_names(books),
         *_reachability(books, order),
@@ -61,7 +62,7 @@ def _counters(books: Books, entitled: int) -> Iterator[str]:
         yield f"entitled {entitled} is not within available {books.available}"
 
 
-def _references(books: Books, runs: list[Run], entitled: int) -> Iterator[str]:
+def _references(books: Books, runs: list[Run]) -> Iterator[str]:
     counted = books.pins.copy()
     for run in runs:
         np.add.at(counted, run.owned, 1)
@@ -72,9 +73,6 @@ def _references(books: Books, runs: list[Run], entitled: int) -> Iterator[str]:
         bad = np.flatnonzero(counted != books.refs)
         refs, owners = books.refs[bad].tolist(), counted[bad].tolist()
         yield f"references of pages {bad.tolist()} are {refs}, their owners count {owners}"
-    promised = sum(run.lifetime - run.count for run in runs if run.kind == "entitlement")
-    if promised != entitled:
-        yield f"entitled is {entitled}, promises sum to {promised}"
     if (books.pins < 0).any():
         yield f"negative pins on pages {np.flatnonzero(books.pins < 0).tolist()}"
     marked = np.flatnonzero((books.reset > 0) & (books.state == PRIMARY) & (books.refs == 0))
@@ -87,6 +85,11 @@ def _references(books: Books, runs: list[Run], entitled: int) -> Iterator[str]:
         wrong = np.flatnonzero((books.state == state) & ((books.refs > 0) != owned))
         if wrong.size:
             yield f"pages {wrong.tolist()} in state {state} have {books.refs[wrong].tolist()} references"
+
+
+def _promises(entitled: int, promised: int) -> Iterator[str]:
+    if promised != entitled:
+        yield f"entitled is {entitled}, promises sum to {promised}"
 
 
 def _lists(books: Books, order: Pages) -> Iterator[str]:

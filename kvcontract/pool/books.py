@@ -63,10 +63,14 @@ class Books:
         parent_keys: uint64 [pages, 2], of registered pages: key of the page before in the chain, or `ROOT`.
         free, cached, held: how many pages are in each condition; together `total`.
         pinned: pages with at least one pin (B9).
+        chained: whether a page is found through those before it; else each stands for itself.
     """
 
-    def __init__(self, pages: int, *, retention: bool, events: EventLog | None = None) -> None:
+    def __init__(
+        self, pages: int, *, retention: bool, events: EventLog | None = None, chained: bool = True
+    ) -> None:
         self.total = pages - 1
+        self.chained = chained
         self.retention = retention
         self.events = events
         self.state: States = np.zeros(pages, np.uint8)
@@ -157,6 +161,8 @@ class Books:
             self.ring,
             out,
         )
+        if not self.chained:
+            self.parent_keys[pages] = ROOT
         if replaced:
             self._replace(out[0, :replaced], out[1, :replaced])
             self.cached -= replaced
@@ -181,7 +187,7 @@ class Books:
         self.index.insert(keys[~known], fresh)
         self.state[fresh] = PRIMARY
         parents = np.concatenate([parent[None], keys[:-1]])
-        self.parent_keys[fresh] = parents[~known]
+        self.parent_keys[fresh] = parents[~known] if self.chained else ROOT
         if partial:
             self.partial[owned[-1:]] = 1
         full = len(keys) - int(partial)
@@ -223,6 +229,21 @@ class Books:
             self.refs[page] = 0
             self.held -= 1
             self._settle(page)
+
+    def demote(self, pages: Pages) -> None:
+        """Let cached pages among these be the next to be evicted, in this order."""
+        first = int(self.order[0, 0])
+        for page in pages.tolist():
+            if self.state[page] != PRIMARY or self.refs[page]:
+                continue
+            if page == first:
+                first = int(self.order[0, page])
+                continue
+            after, before = self.order[0, page], self.order[1, page]
+            self.order[0, before], self.order[1, after] = after, before
+            before = self.order[1, first]
+            self.order[0, before] = self.order[1, first] = page
+            self.order[0, page], self.order[1, page] = first, before
 
     def parent_of(self, page: int) -> int:
         """Primary of the page before `page` in its chain: 0 at the start, -1 if it is not resident."""

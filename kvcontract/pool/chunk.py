@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.pool.handles import Hold
+from kvcontract.pool.holdings import refuse_without_sides
 from kvcontract.pool.index import Pages
 from kvcontract.pool.keys import Keyer, TokenIds, token_array
 from kvcontract.pool.pool import BlockPool
@@ -41,10 +42,9 @@ class Chunk:
         pages: page table of each block-id space, int32 [ceil((start + n) / page_tokens)], read-only (B17).
         emits: whether a token is sampled after the last position (B19).
         slots: live slot of each bounded group.
-        restore: snapshots to copy into live slots first.
-        checkpoint: token boundary at which the step's end is to be sealed.
+        checkpoint: the step's end, where it is to be sealed so that somebody can go on from there.
         drafts: how many of the last tokens are proposals; each row before one is sampled too (B18).
-        copies: (source, target) pages to copy first, all groups of each (B23, E4).
+        copies: (source, target) blocks to copy first, by space, all groups of each (B23, E4, F4).
     """
 
     token_ids: Tokens
@@ -52,10 +52,9 @@ class Chunk:
     pages: dict[str, Pages]
     emits: bool
     slots: dict[str, int] = field(default_factory=dict)
-    restore: tuple[tuple[int, int], ...] = ()
     checkpoint: int | None = None
     drafts: int = 0
-    copies: tuple[tuple[int, int], ...] = ()
+    copies: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @property
     def context_len(self) -> int:
@@ -122,4 +121,5 @@ def usable_hold(
         key is not None and not np.array_equal(key, sequence.partial_key(hit, anchor))
     ):  # D1
         raise UsageFault("the prefix was resolved for other tokens or another scope")
+    refuse_without_sides(pool.sides, None if hold is None else hold.sides, pinned)
     return hold

@@ -27,13 +27,20 @@ class Guards(Ledger):
         page_tokens: tokens of a page.
         retention: keep released pages for reuse.
         events: told of every change of the index; None: nobody is.
+        chained: see `Books`.
 
     Raises:
         UsageFault: fewer than 2 pages, or fewer than 1 token a page.
     """
 
     def __init__(
-        self, pages: int, page_tokens: int, *, retention: bool = True, events: EventLog | None = None
+        self,
+        pages: int,
+        page_tokens: int,
+        *,
+        retention: bool = True,
+        events: EventLog | None = None,
+        chained: bool = True,
     ) -> None:
         if pages < 2 or page_tokens < 1:  # noqa: PLR2004 - page 0 and one to use
             raise UsageFault(
@@ -43,7 +50,7 @@ class Guards(Ledger):
         self.pages = pages
         self.page_tokens = page_tokens
         self.events = events
-        super().__init__(Books(pages, retention=retention, events=events))
+        super().__init__(Books(pages, retention=retention, events=events, chained=chained))
 
     def pin(self, pages: Pages) -> None:
         """Keep owned pages (int32 [n]) from being reissued until `unpin`, whatever their owner does (C1).

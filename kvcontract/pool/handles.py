@@ -18,6 +18,8 @@ import numpy.typing as npt
 from kvcontract.pool.index import Keys, Pages
 
 if TYPE_CHECKING:
+    from kvcontract.pool.holdings import SideHolds
+    from kvcontract.pool.ledger import Ledger
     from kvcontract.pool.pool import BlockPool
 
 
@@ -55,6 +57,7 @@ class Run:
         boundary: whether the last page of a hold is a partial one: a copy source, never resident (B7).
         sources: pinned pages that are to be copied to the first unnamed ones, in order.
         reset_from: at its end, pages from this one on are freed rather than cached; None: no page is (B13).
+        booked: in a `SidePool`, the most blocks that this may own at one time.
     """
 
     kind: str
@@ -65,6 +68,7 @@ class Run:
     boundary: bool = False
     sources: Pages = field(default_factory=lambda: NO_PAGES)
     reset_from: int | None = None
+    booked: int = 0
 
     @property
     def owned(self) -> Pages:
@@ -87,7 +91,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "_run", "pool", "token")
 
-    def __init__(self, pool: BlockPool, token: int, run: Run) -> None:
+    def __init__(self, pool: Ledger, token: int, run: Run) -> None:
         self.pool = pool
         self.token = token
         self._run = run
@@ -135,19 +139,37 @@ class Hold(Handle):
     Attributes:
         keys: uint64 [hit_pages, 2], names of its full pages.
         boundary_key: uint64 [2], name of the partial page after them; None without one.
+        sides: what the other pools of the rank hold at the end of the prefix; goes where the hold goes.
     """
 
-    __slots__ = ("boundary_key", "keys")
+    __slots__ = ("boundary_key", "keys", "sides")
+    pool: BlockPool
 
     def __init__(self, pool: BlockPool, token: int, run: Run, keys: Keys, boundary_key: Keys | None) -> None:
         super().__init__(pool, token, run)
         self.keys = keys
         self.boundary_key = boundary_key
+        self.sides: SideHolds | None = None
 
     @property
     def hit_pages(self) -> int:
         """How many full pages it pins; a partial page after them is not counted (B7)."""
         return self._run.full
+
+    def release(self) -> None:
+        """Give everything back, on every side.
+
+        Raises:
+            UsageFault: it was released or consumed before (B16).
+        """
+        super().release()
+        self.let_sides_go()
+
+    def let_sides_go(self) -> None:
+        """Keep the pages alone."""
+        sides, self.sides = self.sides, None
+        if sides is not None:
+            sides.release()
 
     def take(self) -> Hold:
         """Move the pages to a new hold; this one is spent.

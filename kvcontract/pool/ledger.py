@@ -77,7 +77,7 @@ class Ledger:
                 free=books.free,
                 cached=books.cached,
                 held=books.held,
-                entitled=self._entitled,
+                entitled=self._owed(),
                 pinned=books.pinned,
                 requests=self._live["entitlement"],
                 holds=self._live["hold"],
@@ -126,7 +126,7 @@ class Ledger:
             InternalFault: something disagrees; the message names all of it.
         """
         with self._gate() as books:
-            audit(books, self._runs.values(), self._entitled)
+            audit(books, self._runs.values(), self._owed(), self._promised())
 
     def on_release(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back, outside the lock, whenever room (available - entitled) has grown.
@@ -186,14 +186,21 @@ class Ledger:
 
     def _take_back_dropped(self) -> None:
         while self._dropped:
-            run = self._runs.pop(self._dropped.popleft(), None)
+            run = self._forget(self._dropped.popleft())
             if run is not None:
-                self._live[run.kind] -= 1
                 self._close(run)
 
     def _room(self) -> int:
         books = self._books
-        return books.free + books.cached - self._entitled
+        return books.free + books.cached - self._owed()
+
+    def _owed(self) -> int:
+        """Pages that may still be drawn from what is available."""
+        return self._entitled
+
+    def _promised(self) -> int:
+        """The same, summed over what is booked under handles."""
+        return sum(run.lifetime - run.count for run in self._runs.values() if run.kind == "entitlement")
 
     def _open(self, run: Run) -> int:
         self._next_token += 1
@@ -211,8 +218,13 @@ class Ledger:
 
     def _claim(self, handle: Handle) -> Run:
         run = self._peek(handle)
-        del self._runs[handle.token]
-        self._live[run.kind] -= 1
+        self._forget(handle.token)
+        return run
+
+    def _forget(self, token: int) -> Run | None:
+        run = self._runs.pop(token, None)
+        if run is not None:
+            self._live[run.kind] -= 1
         return run
 
     def _close(self, run: Run) -> None:

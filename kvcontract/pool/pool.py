@@ -13,7 +13,7 @@ All verbs are thread-safe and work on whole runs; none waits for anything but th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,17 @@ import numpy.typing as npt
 from kvcontract.contract.errors import UsageFault
 from kvcontract.pool.books import ROOT
 from kvcontract.pool.events import Content
-from kvcontract.pool.guards import Guards, as_keys, leading
+from kvcontract.pool.guards import as_keys, leading
 from kvcontract.pool.handles import Entitlement, Hold, Never, Reservation, Run
+from kvcontract.pool.holdings import hold_deepest
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.kernels import STAGED, WRITABLE
+from kvcontract.pool.media import NO_MEDIA, Media
+from kvcontract.pool.rooted import Rooted
 
 
-class BlockPool(Guards):
-    """Device pages of the groups of one reach; arguments and errors are those of `Guards`."""
+class BlockPool(Rooted):
+    """Device pages of the groups that reach back to the first token; arguments and errors as of `Rooted`."""
 
     @property
     def generation(self) -> npt.NDArray[np.uint32]:
@@ -36,21 +39,6 @@ class BlockPool(Guards):
         view = self._books.generation.view()
         view.flags.writeable = False
         return view
-
-    def check_capacity(self, bound_blocks: Mapping[str, int]) -> None:
-        """Refuse a pool larger than any bound arena (B22).
-
-        Args:
-            bound_blocks: blocks of each bound arena, by name.
-
-        Raises:
-            UsageFault: names every arena that is too small.
-        """
-        small = [f"{name}: {blocks}" for name, blocks in bound_blocks.items() if blocks < self.pages]
-        if small:
-            raise UsageFault(
-                f"the pool has {self.pages} pages (page 0 included); too small, in blocks: {', '.join(small)}"
-            )
 
     # Prefixes
 
@@ -72,6 +60,22 @@ class BlockPool(Guards):
             count = books.reference(pages, books.available - self._entitled)
             run = Run("hold", pages, count, registered=count, boundary=count > len(wanted))
             return self._hold(run, wanted[: run.full].copy(), boundary)
+
+    def match_whole(self, keys: Keys, *, boundary: Keys | None = None, legal: Media = NO_MEDIA) -> Hold:
+        """`match`, cut to where a request can go on: every other pool has what that needs (R2, F5).
+
+        Args:
+            keys: uint64 [n, 2].
+            boundary: see `match`.
+            legal: items of the prompt; it is not cut inside an uncut one.
+        """
+        hold, size = self.match(keys, boundary=boundary), self.page_tokens
+        pages = legal.floor_pages(hold.hit_pages * size, size)
+        if self.sides and pages:
+            hold.sides = hold_deepest(self.sides, size, keys, pages, legal)
+            pages = 0 if hold.sides is None else hold.sides.pages
+        hold.trim(pages)
+        return hold
 
     def probe(self, keys: Keys) -> int:
         """How many leading pages of a chain (uint64 [n, 2]) are resident; pins nothing."""
@@ -106,10 +110,14 @@ class BlockPool(Guards):
     def take_hold(self, hold: Hold) -> Hold:
         """`Hold.take`."""
         with self._gate():
-            return self._hold(self._claim(hold), hold.keys, hold.boundary_key)
+            taken = self._hold(self._claim(hold), hold.keys, hold.boundary_key)
+        taken.sides, hold.sides = hold.sides, None
+        return taken
 
     def trim_hold(self, hold: Hold, pages: int) -> None:
         """`Hold.trim`."""
+        if hold.sides is not None and hold.sides.pages != pages:
+            hold.let_sides_go()
         with self._gate() as books:
             run = self._peek(hold)
             if not 0 <= pages <= run.full:

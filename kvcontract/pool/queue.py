@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvcontract.contract.errors import UsageFault
+from kvcontract.pool.booking import needs, rooms_without
 from kvcontract.pool.handles import Hold
 from kvcontract.pool.index import Keys
 from kvcontract.pool.pool import BlockPool
@@ -157,14 +158,14 @@ class AdmissionQueue(Generic[T]):
 
     def _make_room(self, waiter: Waiter[T]) -> bool:
         """Shed as few of the last plain holds as it takes to fit a request; if all are too few, shed none."""
-        needed = waiter.lifetime_pages - (0 if waiter.hold is None else waiter.hold.hit_pages)
+        needed = needs(self._pool, waiter.lifetime_pages, waiter.hold)
         plain = [
             other
             for other in reversed(self._waiters[1:])
             if other is not waiter and other.hold is not None and not other.keep
         ]
-        rooms = self._pool.rooms_without([other.hold for other in plain if other.hold is not None])
-        enough = next((number for number, room in enumerate(rooms) if room >= needed), None)
+        rooms = rooms_without(self._pool, [other.hold for other in plain if other.hold is not None])
+        enough = next((number for number, found in enumerate(rooms) if _enough(found, needed)), None)
         if enough is None:
             return False
         for other in plain[:enough]:
@@ -174,10 +175,14 @@ class AdmissionQueue(Generic[T]):
     def _hold_again(self, waiter: Waiter[T]) -> None:
         if waiter.shed is not None:
             keys, boundary = waiter.shed
-            hold = self._pool.match(keys, boundary=boundary)
+            hold = self._pool.match_whole(keys, boundary=boundary)
             waiter.hold, waiter.shed = hold if hold.pages.size else None, None
             if waiter.hold is None:
                 hold.release()
+
+
+def _enough(rooms: tuple[int, ...], needed: tuple[int, ...]) -> bool:
+    return all(room >= need for room, need in zip(rooms, needed, strict=True))
 
 
 def _shed(waiter: Waiter[T]) -> None:

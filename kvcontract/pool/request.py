@@ -25,8 +25,10 @@ import numpy as np
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.model import Scope
+from kvcontract.pool.booking import ask, later, taken
+from kvcontract.pool.checkpoints import NO_CHECKPOINTS, Checkpoints
 from kvcontract.pool.chunk import FULL, Chunk, Prefix, checked_prompt, usable_hold
-from kvcontract.pool.handles import Entitlement, Hold, Later, Never
+from kvcontract.pool.handles import Entitlement, Later, Never
 from kvcontract.pool.keys import Keyer, TokenIds, token_array
 from kvcontract.pool.media import Media, MediaItem
 from kvcontract.pool.pool import BlockPool
@@ -46,8 +48,11 @@ def admit(
     prefix: Prefix | None = None,
     anchor: int | None = None,
     media: Sequence[MediaItem] = (),
+    checkpoints: Checkpoints = NO_CHECKPOINTS,
 ) -> RequestKv | Later | Never:
     """Promise a request its lifetime pages, ceil((prompt + max_new) / page_tokens) (B1).
+
+    Where the rank has other pools beside, it is promised what it needs of each, or nothing at all.
 
     Args:
         pool: where its pages come from.
@@ -59,6 +64,7 @@ def admit(
         anchor: the token that another engine sampled after the prompt, which `prefix` then covers entirely;
             it counts as sampled, and the first step runs it (G4).
         media: items of the prompt.
+        checkpoints: where it is wanted that somebody can go on from.
 
     Returns:
         The request; `Later` if it does not fit now; `Never` if it never can.
@@ -76,10 +82,10 @@ def admit(
     capacity = len(tokens) + max_new_tokens
     sequence = TokenSequence(keyer, scope, tokens, capacity, Media(media, len(tokens)))
     hold = None if prefix is None else usable_hold(prefix, pool, sequence, anchor)
-    answer = _ask(pool, lifetime, hold)
-    if not isinstance(answer, Entitlement):
-        return answer
-    made = RequestKv(pool, answer, sequence, max_new_tokens=max_new_tokens)
+    booked = ask(pool, lifetime, hold)
+    if isinstance(booked, Later | Never):
+        return booked
+    made = RequestKv(pool, *booked, sequence, max_new_tokens=max_new_tokens, checkpoints=checkpoints)
     if prefix is not None:
         made._begin(prefix.hit_tokens, anchor)  # noqa: SLF001 - the rest of its construction
     return made
@@ -107,6 +113,7 @@ class RequestKv(RequestView):
         hold = usable_hold(prefix, self._pool, self._sequence, anchor)
         if hold is not None:
             self._pool.adopt(self._entitlement, hold)
+            self._beside.adopt(*taken(hold))
         self._begin(prefix.hit_tokens, anchor)
 
     def schedule_prefill(self, max_tokens: int) -> Chunk:
@@ -121,11 +128,15 @@ class RequestKv(RequestView):
             raise UsageFault(
                 f"prefill of {max_tokens} tokens at {self.committed_tokens} of {known} known ones"
             )
-        end = self._sequence.media.floor(min(known, self.committed_tokens + max_tokens))
+        most = min(max_tokens, self._pool.sides.max_step_tokens or max_tokens)
+        end = self._sequence.media.floor(min(known, self.committed_tokens + most))
+        stop = self._checkpoints.stop(self.committed_tokens, end)
+        if self._sequence.media.floor(stop) == stop:
+            end = stop
         if end <= self.committed_tokens:
             raise UsageFault(
                 f"an uncut item lies at {self.committed_tokens}: a chunk has at least"
-                f" {self.least_prefill_tokens} tokens there, {max_tokens} were allowed"
+                f" {self.least_prefill_tokens} tokens there, {most} were allowed"
             )
         return self._schedule(self._sequence.tokens[self.committed_tokens : end], emits=end == known)
 
@@ -166,7 +177,8 @@ class RequestKv(RequestView):
         """The step that runs the last sampled token and verifies proposals after it (B18).
 
         Proposals that could not be sampled any more are left out, so that the step stays within the lifetime
-        (B1): of k drafts, `chunk.drafts` are in the chunk.
+        (B1): of k drafts, `chunk.drafts` are in the chunk; none, where there is a state that is rewritten at
+        each token.
 
         Args:
             drafts: proposed token ids, any number of them.
@@ -180,7 +192,12 @@ class RequestKv(RequestView):
                 f"no decode step: {self.committed_tokens} of {self.prompt_len} prompt tokens committed,"
                 f" {self.new_tokens} of {self.max_new_tokens} tokens sampled"
             )
-        proposed = token_array(drafts)[: self.max_new_tokens - self.new_tokens - 1]
+        most = self.max_new_tokens - self.new_tokens - 1
+        if self._pool.sides.slots:
+            most = 0  # what a rejected proposal has done to a state cannot be undone
+        elif self._pool.sides.max_step_tokens is not None:
+            most = min(most, self._pool.sides.max_step_tokens - 1)
+        proposed = token_array(drafts)[:most]
         step = np.concatenate([self._sequence.tokens[known - 1 :], proposed]).astype(np.int64)
         return self._schedule(step, emits=True, drafts=len(proposed))
 
@@ -215,6 +232,9 @@ class RequestKv(RequestView):
     def revert(self, chunk: Chunk) -> None:
         """The step came to nothing: the request is as before it was scheduled.
 
+        Where a state is rewritten at each token, that holds for a step that has not begun to run; after one
+        that has, preempt the request or release it.
+
         Raises:
             UsageFault: not the outstanding chunk.
         """
@@ -226,7 +246,9 @@ class RequestKv(RequestView):
         """A second request that goes on from here on its own, for n > 1 and beams (B23).
 
         Complete pages are shared; the others are copied: its first chunk names the `copies` to make before
-        the step runs. Whatever this request does meanwhile, the sources stay.
+        the step runs. Whatever this request does meanwhile, the sources stay. A state that is rewritten at
+        each token does not: then make the branch's `copies` at once and say `copied`, before this request
+        goes on.
 
         Args:
             last_token: what the branch sampled instead of the last token, whose KV is not written yet.
@@ -244,16 +266,32 @@ class RequestKv(RequestView):
         if last_token is not None:
             token_array([last_token])
         shared, have = self.registered, len(self.pages)
+        beside = self._beside.branch(self.lifetime_pages, shared)
+        if beside is None:
+            return Later(1)
         answer = self._pool.fork(
             self._entitlement, self.lifetime_pages, shared_pages=shared, copied_pages=have - shared
         )
         if not isinstance(answer, Entitlement):
-            return _later(self._pool, self.lifetime_pages, shared)
-        sequence = self._sequence.branch(last_token)
-        made = RequestKv(self._pool, answer, sequence, max_new_tokens=self.max_new_tokens)
+            beside.release()
+            return later(self._pool, self.lifetime_pages, shared)
+        made = RequestKv(
+            self._pool,
+            answer,
+            beside,
+            self._sequence.branch(last_token),
+            max_new_tokens=self.max_new_tokens,
+            checkpoints=self._checkpoints,
+        )
         made.prompt_len, made._started = self.prompt_len, True
         made.hit_tokens = made.committed_tokens = self.committed_tokens
+        made.checkpoint = self.checkpoint
         return made
+
+    def copied(self) -> None:
+        """The copies that it has asked for are made: their sources are let go (E4)."""
+        self._pool.copied(self._entitlement)
+        self._beside.copied()
 
     def preempt(self) -> None:
         """Give pages and promise back, keep the tokens: `resume` goes on later (B20).
@@ -264,7 +302,7 @@ class RequestKv(RequestView):
         self._refuse_when_busy()
         if self.finished:
             raise UsageFault("a finished request has nothing to resume; release it")
-        self._pool.release(self._entitlement)
+        self._give_back()
         self._preempted = True
         self.committed_tokens = 0
 
@@ -283,22 +321,23 @@ class RequestKv(RequestView):
         if not self._preempted:
             raise UsageFault("only a preempted request is resumed")
         if prefix is not None:
-            answer = _ask(self._pool, self.lifetime_pages, usable_hold(prefix, self._pool, self._sequence))
+            answer = ask(self._pool, self.lifetime_pages, usable_hold(prefix, self._pool, self._sequence))
         else:
             size = self._pool.page_tokens
             pages = self._sequence.media.floor_pages(len(self._sequence) - 1, size)
-            with self._pool.match(self._sequence.keys(pages)) as hold:
-                hold.trim(self._sequence.media.floor_pages(hold.hit_pages * size, size))
-                answer = _ask(self._pool, self.lifetime_pages, hold)
+            with self._pool.match_whole(self._sequence.keys(pages), legal=self._sequence.media) as hold:
+                answer = ask(self._pool, self.lifetime_pages, hold)
         if isinstance(answer, Never):
             raise UsageFault(answer.reason)
         if isinstance(answer, Later):
             return answer
-        self._entitlement, self._preempted, self._started = answer, False, True
+        self._entitlement, self._beside = answer
+        self._preempted, self._started = False, True
         if self._reset_from is not None:
-            self._pool.mark_reset(answer, self._reset_from)
+            self._pool.mark_reset(self._entitlement, self._reset_from)
         held = self.registered * self._pool.page_tokens
         self.committed_tokens = held if prefix is None else prefix.hit_tokens
+        self.checkpoint, self._last_checkpoint = None, self.committed_tokens
         return None
 
     def mark_reset(self, first_page: int | None = None) -> None:
@@ -325,7 +364,7 @@ class RequestKv(RequestView):
         if self._preempted:
             self._preempted = False
         else:
-            self._pool.release(self._entitlement)
+            self._give_back()
 
     def __enter__(self) -> Self:
         return self
@@ -340,23 +379,38 @@ class RequestKv(RequestView):
 
     def _begin(self, hit_tokens: int, anchor: int | None) -> None:
         self._started = True
-        self.hit_tokens = self.committed_tokens = hit_tokens
+        self.hit_tokens = self.committed_tokens = self._last_checkpoint = hit_tokens
         if anchor is not None:
             self._sequence.append(token_array([anchor]).tolist())
 
+    def _give_back(self) -> None:
+        """Everything, in every pool."""
+        if self._reset_from is not None and self._pool.sides:
+            self._beside.forget(self._sequence.keys(self.registered)[self._reset_from :])
+        self._beside.release()
+        self._pool.release(self._entitlement)
+
     def _schedule(self, token_ids: Tokens, *, emits: bool, drafts: int = 0) -> Chunk:
         self._refuse_when_busy()
-        start = self.committed_tokens
-        needed = -(-(start + len(token_ids)) // self._pool.page_tokens)
+        if self._beside.read_by_a_branch:
+            raise UsageFault("a branch has not copied its state yet; copy it and say copied() on the branch")
+        start, end = self.committed_tokens, self.committed_tokens + len(token_ids)
+        needed = -(-end // self._pool.page_tokens)
         if needed > len(self.pages):
             self._pool.draw(self._entitlement, needed - len(self.pages))
+        wanted = not drafts and self._checkpoints.wanted(
+            end, self._last_checkpoint, decoding=not self.prefilling
+        )
+        self.checkpoint = None  # what it stood at is about to be rewritten
         self._chunk = Chunk(
             token_ids=token_ids.copy(),
             start=start,
-            pages={FULL: self.pages[:needed]},
+            pages={FULL: self.pages[:needed], **self._beside.tables(needed)},
             emits=emits,
             drafts=drafts,
-            copies=self._entitlement.copies,
+            slots=self._beside.live_slots,
+            copies=self.copies,
+            checkpoint=end if wanted else None,
         )
         return self._chunk
 
@@ -364,8 +418,10 @@ class RequestKv(RequestView):
         self._sequence.append(token_array(tokens).tolist())
         self._chunk = None
         if chunk.copies:
-            self._pool.copied(self._entitlement)
+            self.copied()
         self.committed_tokens = chunk.end - chunk.drafts + max(0, len(tokens) - 1)
+        if chunk.checkpoint is not None:
+            self.checkpoint = self._last_checkpoint = chunk.checkpoint
         self._keep(self.committed_tokens)
         self._register()
 
@@ -374,6 +430,7 @@ class RequestKv(RequestView):
         keep = -(-tokens // self._pool.page_tokens)
         if len(self.pages) > keep:
             self._pool.retract(self._entitlement, self.pages[keep:].copy())
+        self._beside.shrink(keep)
 
     def _register(self) -> None:
         """Name the pages whose last row has just been written."""
@@ -382,6 +439,8 @@ class RequestKv(RequestView):
         if last > first:
             content = self._sequence.content(first, last) if self._pool.events is not None else None
             self._pool.register(self._entitlement, self._sequence.keys(last)[first:], content)
+        if self._pool.sides.windows:
+            self._beside.advance(self._sequence.keys(last), self.committed_tokens, self._last_checkpoint)
 
     def _refuse_when_busy(self) -> None:
         if self._chunk is not None or self.released:
@@ -395,12 +454,3 @@ class RequestKv(RequestView):
             raise UsageFault(
                 f"a chunk with {chunk.drafts} drafts; apply_speculative says which were accepted"
             )
-
-
-def _ask(pool: BlockPool, lifetime: int, hold: Hold | None) -> Entitlement | Later | Never:
-    answer = pool.try_admit(lifetime, hold)
-    return _later(pool, lifetime, 0 if hold is None else hold.hit_pages) if answer is None else answer
-
-
-def _later(pool: BlockPool, lifetime: int, credit: int) -> Later:
-    return Later(max(1, lifetime - credit - pool.budget()))

@@ -7,8 +7,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvcontract.pool.chunk import Chunk
+from kvcontract.pool.checkpoints import Checkpoints
+from kvcontract.pool.chunk import FULL, Chunk
 from kvcontract.pool.handles import NO_PAGES, Entitlement
+from kvcontract.pool.holdings import Holdings, Pairs
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.keys import Keyer
 from kvcontract.pool.pool import BlockPool
@@ -26,18 +28,30 @@ class RequestView:
         max_new_tokens: most tokens that it may sample.
         hit_tokens: tokens it started with.
         committed_tokens: tokens whose KV has been written.
+        checkpoint: the boundary that it stands at, where somebody wants to go on from; None elsewhere.
     """
 
     def __init__(
-        self, pool: BlockPool, entitlement: Entitlement, sequence: TokenSequence, *, max_new_tokens: int
+        self,
+        pool: BlockPool,
+        entitlement: Entitlement,
+        beside: Holdings,
+        sequence: TokenSequence,
+        *,
+        max_new_tokens: int,
+        checkpoints: Checkpoints,
     ) -> None:
         self.scope = sequence.scope
         self.prompt_len = len(sequence)
         self.max_new_tokens = max_new_tokens
         self.hit_tokens = 0
         self.committed_tokens = 0
+        self.checkpoint: int | None = None
         self._pool = pool
         self._entitlement = entitlement
+        self._beside = beside
+        self._checkpoints = checkpoints
+        self._last_checkpoint = 0
         self._sequence = sequence
         self._started = False
         self._preempted = False
@@ -58,6 +72,20 @@ class RequestView:
     def pages(self) -> Pages:
         """Its pages in order, int32, read-only; none while it is preempted."""
         return _read_only(NO_PAGES) if self._preempted else self._entitlement.pages
+
+    @property
+    def beside(self) -> Holdings:
+        """What it has in the other pools of the rank."""
+        return self._beside
+
+    @property
+    def copies(self) -> dict[str, Pairs]:
+        """(source, target) blocks to copy before it writes anything, all groups of each, by space.
+
+        Of a partial page, of a branch's parent, or of the snapshot that it begins with (B23, E4, F4).
+        """
+        own = self._entitlement.copies
+        return {**({FULL: own} if own else {}), **self._beside.copies}
 
     @property
     def registered(self) -> int:

@@ -92,6 +92,7 @@ class KvPrefix:
         sources: tokens by where they came from: `device`, or a tier's name (I6).
         degraded: why the hit is shorter than it might be; empty if nothing went wrong.
         id: names the resolve for `KvStore.explain`; 0 if there was none.
+        branches: positions where what is known goes on, but no request could: a checkpoint there will be hit.
     """
 
     rank: str
@@ -101,6 +102,7 @@ class KvPrefix:
     sources: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     degraded: tuple[str, ...] = ()
     id: int = 0
+    branches: tuple[int, ...] = ()
 
     @classmethod
     def none(cls, rank: str = "", *, degraded: tuple[str, ...] = (), number: int = 0) -> KvPrefix:

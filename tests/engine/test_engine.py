@@ -272,5 +272,8 @@ def test_limits_that_cannot_work_are_named_together(setup: Setup) -> None:
     assert "max_batch_tokens 3: expected 4" in str(fault.value)
     assert "max_chunk_tokens 0" in str(fault.value)
     other = tiny("gemma3")
-    with pytest.raises(UsageFault, match=r"pages of 5 tokens, declared 16; state in window-7"):
+    with pytest.raises(
+        UsageFault,
+        match=r"pages of 5 tokens, declared 16; pools for full: expected one for each of full, window-7",
+    ):
         Engine(other.kv, HfExecutor(other.model, other.layers, other.kv), setup.pool)

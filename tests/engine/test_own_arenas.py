@@ -90,4 +90,4 @@ def test_own_memory_for_undeclared_arenas_is_refused() -> None:
     """Memory for an arena that nobody declared is a misunderstanding, not a gift."""
     case = tiny("qwen3")
     with pytest.raises(UsageFault, match=r"scratch: not declared \[KVC-LAYOUT-05\]"):
-        bind_memory(case.kv, LayerFirst(case, foreign=True), PAGES)
+        bind_memory(case.kv, LayerFirst(case, foreign=True), {"full": PAGES})

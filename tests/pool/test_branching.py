@@ -40,11 +40,11 @@ def test_b23_full_pages_are_shared_and_the_partial_one_is_copied(pool: BlockPool
                 assert branch.pages[2] not in req.pages
                 assert branch.committed_tokens == 10
                 chunk = branch.schedule_decode()
-                assert chunk.copies == ((int(req.pages[2]), int(branch.pages[2])),)
+                assert chunk.copies == {"full": ((int(req.pages[2]), int(branch.pages[2])),)}
                 assert chunk.token_ids.tolist() == [token]
                 branch.apply_decode(chunk, 600)
                 chunk = branch.schedule_decode()
-                assert chunk.copies == ()
+                assert chunk.copies == {}
                 branch.revert(chunk)
             assert len({int(each.pages[2]) for each in (req, second, third)}) == 3
             assert pool.held == 2 + 3
@@ -59,7 +59,7 @@ def test_b23_an_aligned_branch_copies_nothing(pool: BlockPool) -> None:
         with forked(req) as branch:
             assert branch.tokens.tolist() == req.tokens.tolist()
             chunk = branch.schedule_decode()
-            assert chunk.copies == ()
+            assert chunk.copies == {}
             branch.revert(chunk)
 
 
@@ -91,7 +91,7 @@ def test_b23_the_source_outlives_its_owner_until_the_copy_is_made(pool: BlockPoo
     rest = admitted(pool, pool.budget())
     assert source not in pool.draw(rest, rest.remaining_pages)
     chunk = branch.schedule_decode()
-    assert chunk.copies[0][0] == source
+    assert chunk.copies["full"][0][0] == source
     branch.apply_decode(chunk, 9)
     assert pool.pinned_blocks == 0
     for handle in (rest, branch):

@@ -167,15 +167,15 @@ def test_b7_a_whole_prompt_is_taken_over_with_its_anchor(pool: BlockPool) -> Non
         assert not req.prefilling
         chunk = req.schedule_decode()
         assert chunk.token_ids.tolist() == [77]
-        assert len(chunk.copies) == 1
-        assert chunk.copies[0][1] == chunk.pages["full"][2]
+        assert len(chunk.copies["full"]) == 1
+        assert chunk.copies["full"][0][1] == chunk.pages["full"][2]
         req.revert(chunk)
         assert pool.pinned_blocks == 1
         chunk = req.schedule_speculative([5, 6])
-        assert len(chunk.copies) == 1
+        assert len(chunk.copies["full"]) == 1
         req.apply_speculative(chunk, [5, 9])
         assert pool.pinned_blocks == 0
-        assert decode(req)[0].copies == ()
+        assert decode(req)[0].copies == {}
         natural = KEYER.chain(req.tokens[:12], Scope())
         assert np.array_equal(req.keys, natural)  # D7: named as any other page once it is full
     pool.check_books()
@@ -193,7 +193,7 @@ def test_b7_an_aligned_whole_prompt_has_no_boundary_page(pool: BlockPool) -> Non
         assert req.tokens.tolist() == [*range(8), 3]
     with request(pool, 8, 4) as req:
         req.start(Prefix(pool.match(keys), 8), anchor=3)
-        assert req.schedule_decode().copies == ()
+        assert req.schedule_decode().copies == {}
 
 
 def test_d7_a_boundary_page_serves_its_own_anchor_only(pool: BlockPool) -> None:

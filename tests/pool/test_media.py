@@ -142,7 +142,7 @@ def test_b23_pages_inside_an_item_are_copied(pool: BlockPool) -> None:
         assert not isinstance(branch, Later)
         with branch:
             step = branch.schedule_prefill(9)
-            assert [source for source, _ in step.copies] == req.pages[1:].tolist()
+            assert [source for source, _ in step.copies["full"]] == req.pages[1:].tolist()
             branch.apply_prefill(step, 77)
             assert isinstance(branch, RequestKv)
     pool.check_books()

@@ -29,6 +29,7 @@ from kvcontract.contract.executor import (
     Step,
     StepOutput,
 )
+from kvcontract.contract.layout import layout
 from kvcontract.core.lane import ThreadLane
 from kvcontract.core.launch import Launch
 from kvcontract.engine.build import Assembly, EngineLimits, assemble, bind_memory, generic_executor
@@ -161,8 +162,9 @@ def own_arenas(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
     if isinstance(runner, HfLayers) or not isinstance(runner, OwnsArenas):
         return Message({"owns": False, "refused": None, "where": None})
     body = {"owns": True, "refused": None, "where": _line(type(runner).arenas)}
+    blocks = {space.key: int(arguments["blocks"]) for space in layout(opened.model).spaces}
     try:
-        bind_memory(opened.model, cast("Executor", runner), arguments["blocks"], session.job["device"])
+        bind_memory(opened.model, cast("Executor", runner), blocks, session.job["device"])
     except KvContractError as error:
         body["refused"] = str(error)
     return Message(body)
