@@ -238,17 +238,15 @@ def _bytes_kept(model: KvModel, _tp: int) -> Iterator[Found]:
 
 
 def _unserved_group(group: Group) -> Iterator[tuple[str, Any, str]]:
-    if group.kind == "static" or (group.kind == "bounded" and group.restore != "never"):
-        yield "kind", group.kind, "paged, or bounded with restore never"
-    elif group.reach.key != "full":
-        yield "reach", group.reach.key, "Full()"
+    if group.kind == "static":
+        yield "kind", group.kind, "paged or bounded"
     if group.restore == "recomputed":
         yield "restore", group.restore, "stored, or never (then prefix caching is off)"
     if group.optional and group.checkpointable:
         yield "optional", group.optional, "False"
     if group.lookahead_tokens:
         yield "lookahead_tokens", group.lookahead_tokens, "0"
-    for name in ("weights", "boundary_tokens", "snapshot_dtype"):
+    for name in ("weights", "snapshot_dtype"):
         if getattr(group, name) is not None:
             yield name, getattr(group, name), "None"
 
@@ -259,6 +257,9 @@ def _served(model: KvModel, _tp: int) -> Iterator[Found]:
     for i, group in enumerate(model.groups):
         for name, value, allowed in _unserved_group(group):
             yield Found(f"groups[{i}].{name}", value, allowed, message, group)
+    if not any(group.kind == "paged" and group.reach.key == "full" for group in model.groups):
+        what = "at least one paged group that reaches back to the first token"
+        yield Found("groups", [group.name for group in model.groups], what, message, model)
     for path, arena in _all_arenas(model):
         if arena.tokens_per_row != 1:
             yield Found(f"{path}.tokens_per_row", arena.tokens_per_row, "1", message, arena)

@@ -52,7 +52,7 @@ def admit(
 ) -> RequestKv | Later | Never:
     """Promise a request its lifetime pages, ceil((prompt + max_new) / page_tokens) (B1).
 
-    Where the rank has other pools beside, it is promised what it needs of each, or nothing at all.
+    Where the rank has other pools beside, it is promised what it needs of all, or nothing.
 
     Args:
         pool: where its pages come from.
@@ -75,11 +75,9 @@ def admit(
     """
     tokens = checked_prompt(pool, prompt_tokens, max_new_tokens, keyer)
     lifetime = -(-(len(tokens) + max_new_tokens) // pool.page_tokens)
-    if lifetime > pool.total:
-        return Never(
-            f"{lifetime} pages for {len(tokens)} + {max_new_tokens} tokens; the pool has {pool.total}"
-        )
     capacity = len(tokens) + max_new_tokens
+    if lifetime > pool.total:
+        return Never(f"{lifetime} pages for {capacity} tokens; the pool has {pool.total}")
     sequence = TokenSequence(keyer, scope, tokens, capacity, Media(media, len(tokens)))
     hold = None if prefix is None else usable_hold(prefix, pool, sequence, anchor)
     booked = ask(pool, lifetime, hold)
@@ -441,16 +439,3 @@ class RequestKv(RequestView):
             self._pool.register(self._entitlement, self._sequence.keys(last)[first:], content)
         if self._pool.sides.windows:
             self._beside.advance(self._sequence.keys(last), self.committed_tokens, self._last_checkpoint)
-
-    def _refuse_when_busy(self) -> None:
-        if self._chunk is not None or self.released:
-            gone = "the request is preempted; resume it" if self._preempted else "the request is released"
-            raise UsageFault(gone if self.released else "a chunk is outstanding")
-
-    def _expect(self, chunk: Chunk, *, drafts: bool) -> None:
-        if chunk is not self._chunk:
-            raise UsageFault("not the outstanding chunk of this request: applied, reverted or another's")
-        if chunk.drafts and not drafts:
-            raise UsageFault(
-                f"a chunk with {chunk.drafts} drafts; apply_speculative says which were accepted"
-            )

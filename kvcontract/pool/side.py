@@ -268,6 +268,11 @@ class SidePool(Guards):
             books.demote(cached)
             books.evict(len(cached))
 
+    def demote(self, blocks: Pages) -> None:
+        """Let these blocks be the next to be evicted, those of them that are cached."""
+        with self._gate() as books:
+            books.demote(blocks)
+
     def release(self, entitlement: Entitlement) -> None:
         """End a request.
 

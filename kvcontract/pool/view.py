@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvcontract.contract.errors import UsageFault
 from kvcontract.pool.checkpoints import Checkpoints
 from kvcontract.pool.chunk import FULL, Chunk
 from kvcontract.pool.handles import NO_PAGES, Entitlement
@@ -134,6 +135,21 @@ class RequestView:
     def preempted(self) -> bool:
         """Whether it waits for `resume`."""
         return self._preempted
+
+    # For its verbs
+
+    def _refuse_when_busy(self) -> None:
+        if self._chunk is not None or self.released:
+            gone = "the request is preempted; resume it" if self._preempted else "the request is released"
+            raise UsageFault(gone if self.released else "a chunk is outstanding")
+
+    def _expect(self, chunk: Chunk, *, drafts: bool) -> None:
+        if chunk is not self._chunk:
+            raise UsageFault("not the outstanding chunk of this request: applied, reverted or another's")
+        if chunk.drafts and not drafts:
+            raise UsageFault(
+                f"a chunk with {chunk.drafts} drafts; apply_speculative says which were accepted"
+            )
 
 
 def _read_only(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:

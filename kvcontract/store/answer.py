@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvcontract.contract.wire import Part
 from kvcontract.store.explain import Cut, Explanation, Explanations
 from kvcontract.store.policy import DEVICE, KvPrefix
 from kvcontract.store.search import Ask, Search
@@ -21,14 +20,16 @@ class Answers:
     """Makes prefixes and counts them.
 
     Args:
-        part: what is saved and restored as one unit.
+        groups: names of those that are saved and restored.
         tiers: in the order in which they are asked.
         tally: where tokens are counted by source.
         explanations: where each resolve leaves why it ended.
     """
 
-    def __init__(self, part: Part, tiers: Sequence[Tier], tally: Tally, explanations: Explanations) -> None:
-        self._part = part
+    def __init__(
+        self, groups: Sequence[str], tiers: Sequence[Tier], tally: Tally, explanations: Explanations
+    ) -> None:
+        self._groups = tuple(groups)
         self._names = (DEVICE, *(tier.name for tier in tiers))
         self._tally = tally
         self._explanations = explanations
@@ -49,12 +50,22 @@ class Answers:
         by_source = zip(self._names, pages, strict=True)
         sources = MappingProxyType({name: count * page for name, count in by_source if count})
         reasons = tuple(search.reasons)
-        cuts = () if search.at == len(search.keys) else tuple(search.cuts.values())
+        cuts = () if hit >= ask.limit_tokens else tuple(search.cuts.values())
         self._count(ask, hit, sources, reasons, cuts)
         if not hit:
             search.hold.release()
-        valid = MappingProxyType(dict.fromkeys(self._part.groups, hit))
-        return KvPrefix(ask.rank.name, hit, valid, search.hold if hit else None, sources, reasons, ask.id)
+        valid = MappingProxyType(dict.fromkeys(self._groups, hit))
+        beyond = search.reached * page
+        return KvPrefix(
+            ask.rank.name,
+            hit,
+            valid,
+            search.hold if hit else None,
+            sources,
+            reasons,
+            ask.id,
+            (beyond,) if beyond > hit else (),
+        )
 
     def _count(
         self, ask: Ask, hit: int, sources: Mapping[str, int], reasons: tuple[str, ...], cuts: tuple[Cut, ...]

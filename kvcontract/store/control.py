@@ -67,7 +67,7 @@ class Resetter:
 
     Args:
         ranks: all of them.
-        known: what is known of each tier.
+        known: what is known of each tier, part by part.
         busy: what is going on now, by name: pendings that settle when it may have ended.
         before: called when the moment has come; ends what only a reset ends.
     """
@@ -75,7 +75,7 @@ class Resetter:
     def __init__(
         self,
         ranks: Sequence[Rank],
-        known: Sequence[Known],
+        known: Sequence[tuple[Known, ...]],
         busy: Callable[[], dict[str, Sequence[Pending[Any]]]],
         before: Callable[[], object],
     ) -> None:
@@ -108,10 +108,10 @@ class Resetter:
         Raises:
             UsageFault: no such tier.
         """
-        unknown = sorted(set(names or ()) - {known.tier.name for known in self._known})
+        unknown = sorted(set(names or ()) - {known[0].tier.name for known in self._known})
         if unknown:
             raise UsageFault(f"there is no tier {', '.join(unknown)}")
-        chosen = [known for known in self._known if names is None or known.tier.name in names]
+        chosen = [known for known in self._known if names is None or known[0].tier.name in names]
         ended: Pending[None] = Pending()
         scope = asyncio.timeout_at(deadline)
         self._shut_until(ended)
@@ -174,20 +174,22 @@ class Resetter:
             for item in pendings:
                 item.forget(wake)
 
-    async def _forget(self, chosen: Sequence[Known], pages: int, deadline: float) -> ResetReport:
+    async def _forget(self, chosen: Sequence[tuple[Known, ...]], pages: int, deadline: float) -> ResetReport:
         reached: list[str] = []
         missed: dict[str, str] = {}
-        for known in chosen:
-            name = known.tier.name
-            if not known.tier.resets:
+        for parts in chosen:
+            tier = parts[0].tier
+            name = tier.name
+            if not tier.resets:
                 missed[name] = "it cannot forget"
                 continue
             try:
-                done = await wait_until(known.tier.reset(deadline), deadline)
+                done = await wait_until(tier.reset(deadline), deadline)
             except TimeoutError:
                 missed[name] = "it did not answer in time"
                 continue
-            known.forget()
+            for known in parts:
+                known.forget()
             if done:
                 reached.append(name)
             else:
@@ -196,5 +198,6 @@ class Resetter:
 
 
 def _idle(rank: Rank) -> bool:
-    gauges = rank.pool.gauges()
-    return not (gauges.held or gauges.requests or gauges.reservations)
+    pools = (rank.pool, *(side.pool for side in rank.pool.sides))
+    found = [pool.gauges() for pool in pools]
+    return not any(gauges.held or gauges.requests or gauges.reservations for gauges in found)

@@ -25,21 +25,26 @@ from kvcontract.store.cost import CostFigures, CostModel
 from kvcontract.store.events import TierEvents
 from kvcontract.store.explain import Explanations
 from kvcontract.store.fetch import Fetcher
-from kvcontract.store.known import Known
 from kvcontract.store.loads import Landed, Loads
+from kvcontract.store.part import Ground, PartStore, make_parts
 from kvcontract.store.pins import Pins
 from kvcontract.store.policy import KvPrefix, ResolvePolicy
-from kvcontract.store.rank import Rank
+from kvcontract.store.rank import Rank, SideBerth
 from kvcontract.store.refuse import lasting_names, refuse
-from kvcontract.store.relay import Records, Relays
 from kvcontract.store.resolve import Resolver
 from kvcontract.store.room import Lines
+from kvcontract.store.saver import Saver
+from kvcontract.store.saves import SealReport
 from kvcontract.store.seal import Sealer
 from kvcontract.store.search import Ask
+from kvcontract.store.side_fetch import SideFetcher
+from kvcontract.store.side_saver import SideSaver
+from kvcontract.store.snapshots import Snapshots
 from kvcontract.store.stats import StoreStats, Tally
 from kvcontract.store.tier_policy import DEFAULT, TierPolicy
-from kvcontract.store.workers import Workers
-from kvcontract.tiers.base import Tier
+from kvcontract.store.worker import After
+from kvcontract.store.workers import Crew
+from kvcontract.tiers.base import SaveClass, Tier
 from kvcontract.tiers.cipher import NO_KEY, Encryption, KeyId, RecordCipher
 from kvcontract.tiers.guard import GuardedTier
 
@@ -136,7 +141,7 @@ class StoreCore:
         )
         allowed = refuse(model, ranks, tiers, secret, self.max_tp, options.tiers, options.encryption)
         self.cipher = None if options.encryption is None else RecordCipher(options.encryption)
-        self.part, self.too_small = allowed.part, allowed.too_small
+        self.too_small = allowed.too_small
         self.fingerprint = fingerprint(model)
         chosen, identity = allowed.secret, self.fingerprint.required
         self.keyer = self.record_keyer = Keyer(identity, chosen, model.page_tokens)
@@ -151,45 +156,30 @@ class StoreCore:
         if self.policies and self.policies[0].back:  # nothing is left above it
             self.policies[0] = replace(self.policies[0], write="through")
         self.tally = Tally()
-        self.workers: dict[str, Workers] = {}
+        self.crews: dict[str, Crew] = {}
         with ExitStack() as undo:
             for rank in ranks:
-                made = Workers(
-                    model,
-                    self.part,
-                    rank,
-                    max_tp=self.max_tp,
-                    lane=lane,
-                    clock=clock.time,
-                    cipher=self.cipher,
-                )
-                self.workers[rank.name] = made
-                undo.callback(made.close, clock.time())
+                crew = Crew(model, rank, max_tp=self.max_tp, lane=lane, clock=clock.time, cipher=self.cipher)
+                self.crews[rank.name] = crew
+                undo.callback(crew.close, clock.time())
+            self.loads = Loads(self.tally, clock.time, self._landed)
+            ground = Ground(
+                self.tiers, self.policies, self.tally, clock, lambda: self.loads.pending, self.cipher
+            )
+            crews = {name: (self.ranks[name], crew) for name, crew in self.crews.items()}
+            self.pages, self.sides = make_parts(
+                model, allowed.parts, crews, self.max_tp, ground, options.events
+            )
             self._connect(ranks)
             undo.pop_all()
 
     def _connect(self, ranks: Sequence[Rank]) -> None:
-        tell, clock = self.options.events is not None, self.clock
-        self.known = [
-            Known(tier, ranks, self.part.id, self.options.events, clock.time) for tier in self.tiers
-        ]
-        pairs = {rank.name: (rank, self.workers[rank.name]) for rank in ranks}
-        self.loads = Loads(self.tally, clock.time, self._landed)
-        workers = self.workers[ranks[0].name]  # records are the same, whichever rank writes them
-        self.relays = Relays(
-            self.known,
-            self.policies,
-            Records(workers.record_keys, workers.shard_bytes, workers.record_pages),
-            self.tally,
-            clock,
-            lambda: self.loads.pending,
-            self.cipher,
-        )
+        tell, clock, pages = self.options.events is not None, self.clock, self.pages
         self.sealer = Sealer(
-            self.known,
+            pages.known,
             self.policies,
-            self.relays,
-            pairs,
+            pages.relays,
+            {rank.name: (rank, pages.workers[rank.name]) for rank in ranks},
             self.record_keyer,
             self.tally,
             clock.time,
@@ -197,6 +187,12 @@ class StoreCore:
             tell=tell,
             key_of=self.key_of,
         )
+        common, share = (self.tally, clock.time), self.options.save_budget
+        self.side_savers = {
+            key: SideSaver(item.known, self.policies, item.relays, item.berths, *common, budget=share)
+            for key, item in self.sides.items()
+        }
+        self.snapshots = Snapshots(self.record_keyer, self.crews, self.tally)
         self.cost = CostModel(self.options.cost, self.tally)
         self.lines = Lines()
         self.fetcher = Fetcher(
@@ -208,14 +204,40 @@ class StoreCore:
             limits_s=[policy.load_deadline_s for policy in self.policies],
         )
         self.explanations = Explanations(self._known_elsewhere)
-        answers = Answers(self.part, self.tiers, self.tally, self.explanations)
-        keyers = self.keyer, self.record_keyer
-        self.resolver = Resolver(*keyers, self.fetcher, answers, self.tally, soon=clock.soon, tell=tell)
+        groups = [group for part in (pages, *self.sides.values()) for group in part.part.groups]
+        answers = Answers(groups, self.tiers, self.tally, self.explanations)
+        self.side_fetcher = SideFetcher(self.sides, self.tiers, self.tally, clock.time)
+        self.resolver = Resolver(
+            self.keyer,
+            self.record_keyer,
+            self.fetcher,
+            answers,
+            self.tally,
+            soon=clock.soon,
+            tell=tell,
+            sides=self.side_fetcher if self.sides else None,
+        )
         self.barriers = Barriers(self.tiers, self._submitted, clock.time)
         self.pins = Pins(self.options.pin_budget, self.options.scope_pin_quota, clock.later)
         self.switches = Switches(ranks)
-        self.resetter = Resetter(ranks, self.known, self._busy, self.pins.clear)
+        known = list(zip(*(part.known for part in self.parts), strict=True))
+        self.resetter = Resetter(ranks, known, self._busy, self.pins.clear)
         self._stop = [rank.pool.on_release(self._waker(rank.name)) for rank in ranks]
+
+    @property
+    def parts(self) -> tuple[PartStore, ...]:
+        """All of them, full pages first."""
+        return (self.pages, *self.sides.values())
+
+    @property
+    def savers(self) -> tuple[Saver, ...]:
+        """In the same order."""
+        return (self.sealer, *self.side_savers.values())
+
+    @property
+    def loading(self) -> tuple[Pending[None], ...]:
+        """Loads in flight."""
+        return (*self.loads.pending, *self.side_fetcher.pending)
 
     # Verbs, on the loop
 
@@ -225,26 +247,27 @@ class StoreCore:
 
     async def flush_loads(self, deadline: float) -> bool:
         """Wait for the loads that are in flight."""
-        return await settled(self.loads.pending, deadline)
+        return await settled(self.loading, deadline)
 
     async def close(self, deadline: float) -> CloseReport:
         """Drain, then close workers and tiers."""
         self.resetter.conclude()
         await self.resolver.conclude()
         self.pins.clear()
-        while going := (*self.loads.pending, *self._submitted()):  # what ends may begin another: a retry
+        while going := (*self.loading, *self._submitted()):  # what ends may begin another: a retry
             if not await settled(going, deadline):
                 break
         self.sealer.give_up_shed()
-        relays = self.relays.conclude()
+        relays = sum(part.relays.conclude() for part in self.parts)
         while self._stop:
             self._stop.pop()()
-        idle = [workers.close(deadline) for workers in self.workers.values()]
-        await settled(self.sealer.saves, deadline)  # those that came meanwhile: the workers refused them
+        idle = [crew.close(deadline) for crew in self.crews.values()]
+        await settled(self._saves, deadline)  # those that came meanwhile: the workers refused them
         stuck = tuple(tier.name for tier in self.all_tiers if not tier.close(deadline))
-        for known in self.known:
-            known.unsubscribe()
-        loads, saves = len(self.loads.pending), len(self.sealer.saves)
+        for part in self.parts:
+            for known in part.known:
+                known.unsubscribe()
+        loads, saves = len(self.loading), len(self._saves)
         drained = all(idle) and not (loads or saves or stuck or relays)
         return CloseReport(drained, loads, saves, stuck, relays)
 
@@ -270,6 +293,38 @@ class StoreCore:
             if rank.pool is req.pool:
                 return rank
         raise UsageFault("the request draws from a pool that is no rank of this store")
+
+    def seal(
+        self,
+        rank: Rank,
+        req: RequestKv,
+        *,
+        cls: SaveClass,
+        after: After | None,
+        last: bool,
+        handoff: str | None,
+        scope_tag: str,
+    ) -> Pending[SealReport]:
+        """See `KvStore.seal`; what stands beside full pages is copied first, before the next step."""
+        self.snapshots.take(rank, req)
+        taken = self.snapshots.of(req)
+        reports = [
+            self.sealer.seal(rank, req, cls=cls, after=after, last=last, handoff=handoff, scope_tag=scope_tag)
+        ]
+        for side in rank.pool.sides if taken else ():
+            if side.key in self.side_savers:
+                report = self.side_savers[side.key].seal(
+                    SideBerth(rank.name, side.pool),
+                    req,
+                    taken,
+                    cls=cls,
+                    after=after,
+                    last=last,
+                    handoff=handoff,
+                    key_of=self.key_of,
+                )
+                reports.append(report)
+        return reports[0] if len(reports) == 1 else all_of(reports).map(SealReport.joined)
 
     def key_of(self, scope: Scope) -> KeyId | None:
         """What records of a scope are encrypted with; None: it is not known, so they stay in the process."""
@@ -305,12 +360,16 @@ class StoreCore:
         return {
             "resolving": self.resolver.searching,
             "waiting_for_room": self.lines.waiting,
-            "loads": len(self.loads.pending),
-            "saves": len(self.sealer.saves),
+            "loads": len(self.loading),
+            "saves": len(self._saves),
             "shed": len(self.sealer.shed),
-            "relays": self.relays.pages,
+            "relays": sum(part.relays.pages for part in self.parts),
             "pins": self.pins.pages,
-            "pinned_blocks": sum(rank.pool.pinned_blocks for rank in self.ranks.values()),
+            "pinned_blocks": sum(
+                pool.pinned_blocks
+                for rank in self.ranks.values()
+                for pool in (rank.pool, *(side.pool for side in rank.pool.sides))
+            ),
         }
 
     def stats(self) -> StoreStats:
@@ -332,22 +391,27 @@ class StoreCore:
     # Between the parts
 
     def _submitted(self) -> tuple[Pending[Any], ...]:
-        return (*self.sealer.saves, *self.sealer.shed, *self.relays.pending)
+        relays = [pending for part in self.parts for pending in part.pending]
+        return (*self._saves, *self.sealer.shed, *relays)
+
+    @property
+    def _saves(self) -> tuple[Pending[None], ...]:
+        return tuple(pending for saver in self.savers for pending in saver.saves)
 
     def _busy(self) -> dict[str, Sequence[Pending[Any]]]:
         idle = self.resolver.idle
         return {
             "resolves": () if idle.done else (idle,),
-            "loads": self.loads.pending,
+            "loads": self.loading,
             "saves": self._submitted(),
         }
 
     def _landed(self, landed: Landed) -> None:
         """Records came from a tier: it has them (C3), and those above it are to have them too."""
-        number = next(i for i, known in enumerate(self.known) if known.tier is landed.source.tier)
+        number = next(i for i, known in enumerate(self.pages.known) if known.tier is landed.source.tier)
         search = landed.search
         found = search.rank, landed.pages, search.records[landed.numbers], landed.generations
-        for other, known in enumerate(self.known):
+        for other, known in enumerate(self.pages.known):
             if other == number:
                 known.restored(*found, landed.begun)
             else:

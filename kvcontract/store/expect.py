@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvcontract.pool.index import Keys
 from kvcontract.store.known import Known
 from kvcontract.store.marks import Flags
-from kvcontract.store.rank import Rank
+from kvcontract.store.rank import Berth
 from kvcontract.store.relay import Relays
 from kvcontract.store.saves import Run
 from kvcontract.tiers.base import Clock
@@ -32,7 +32,7 @@ class Expectations:
         self._clock = clock
         self._arrivals: deque[tuple[int, Keys, Flags]] = deque()
 
-    def add(self, number: int, rank: Rank, run: Run, rows: NDArray[np.int64]) -> None:
+    def add(self, number: int, rank: Berth, run: Run, rows: NDArray[np.int64]) -> None:
         """Records that are in the tier above, or on their way there, are to be relayed to this one.
 
         `pass_on` has to follow, without any lock held.
@@ -64,7 +64,7 @@ class Expectations:
                 return
             self._relays.arrived(*arrival)
 
-    def _above(self, number: int, rank: Rank, run: Run, rows: NDArray[np.int64]) -> tuple[Flags, Flags]:
+    def _above(self, number: int, rank: Berth, run: Run, rows: NDArray[np.int64]) -> tuple[Flags, Flags]:
         """Which records the tier above a tier has, and which are on their way there, bool[n] each."""
         numbers = rows + run.first
         above = self._known[number - 1].of(rank)

@@ -42,6 +42,13 @@ class HandoffReport:
     failed: dict[str, int]
     settled: bool
 
+    @classmethod
+    def joined(cls, reports: Sequence[HandoffReport]) -> HandoffReport:
+        """Of several parts, added up."""
+        failed = sum((Counter(report.failed) for report in reports), Counter[str]())
+        pages, saved = (sum(getattr(report, name) for report in reports) for name in ("pages", "saved"))
+        return cls(reports[0].id, pages, saved, dict(failed), all(report.settled for report in reports))
+
     @property
     def confirmed(self) -> bool:
         """Whether the other side may be told."""

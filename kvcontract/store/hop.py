@@ -14,7 +14,7 @@ from kvcontract.core.pending import Pending
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.known import Known
 from kvcontract.store.marks import Generations
-from kvcontract.store.rank import Rank
+from kvcontract.store.rank import Berth
 from kvcontract.store.saves import Run
 from kvcontract.store.tier_policy import TierPolicy
 from kvcontract.tiers.base import Code, Codes, Lease
@@ -34,7 +34,7 @@ class Relay:
         done: settles with the codes when all have.
     """
 
-    rank: Rank
+    rank: Berth
     run: Run
     numbers: Any
     pages: Pages

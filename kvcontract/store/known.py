@@ -14,7 +14,7 @@ from kvcontract.pool.events import Content
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.events import RESET, TierEvents
 from kvcontract.store.marks import KNOWN_FOR_S, Flags, Generations, Marks, Saving, names_of
-from kvcontract.store.rank import Rank
+from kvcontract.store.rank import Berth
 from kvcontract.tiers.base import Clock, RecordKeys
 from kvcontract.tiers.guard import GuardedTier
 
@@ -37,7 +37,7 @@ class Known:
     """
 
     def __init__(
-        self, tier: GuardedTier, ranks: Sequence[Rank], part: int, events: TierEvents | None, clock: Clock
+        self, tier: GuardedTier, ranks: Sequence[Berth], part: int, events: TierEvents | None, clock: Clock
     ) -> None:
         told = tier.tells_losses
         self.tier = tier
@@ -54,13 +54,13 @@ class Known:
         self._marks = {rank.name: Marks(rank.pool.pages, told=told, lock=self._lock) for rank in ranks}
         self.unsubscribe = tier.on_loss(self._lost)
 
-    def of(self, rank: Rank) -> Marks:
+    def of(self, rank: Berth) -> Marks:
         """Marks of a rank's pages."""
         return self._marks[rank.name]
 
     def settled(
         self,
-        rank: Rank,
+        rank: Berth,
         saving: Saving,
         ok: Flags,
         now: float,
@@ -86,7 +86,7 @@ class Known:
                 self._events.stored(self.tier.name, keys, numbers[good], content)
         return again
 
-    def restored(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations, since: float) -> None:
+    def restored(self, rank: Berth, pages: Pages, keys: Keys, generations: Generations, since: float) -> None:
         """Records came back from this tier, read from `since` on: what it has not lost since, it has."""
         now = self._clock()
         with self._lock:
@@ -96,7 +96,7 @@ class Known:
 
     def relayed(
         self,
-        rank: Rank,
+        rank: Berth,
         pages: Pages,
         keys: Keys,
         generations: Generations,
@@ -122,7 +122,7 @@ class Known:
             there &= rank.pool.generation[pages] == generations
             self.of(rank).restored(pages[there], keys[there], generations[there], now)
 
-    def absent(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations) -> None:
+    def absent(self, rank: Berth, pages: Pages, keys: Keys, generations: Generations) -> None:
         """Somebody has looked for pages, and the tier has not got them: they are to be saved anew (C3)."""
         with self._lock:
             for name in names_of(keys):
@@ -134,7 +134,7 @@ class Known:
         lost = [self._lost_at.get(name, self._lost_before) >= since for name in names_of(keys)]
         return ~np.array(lost, np.bool_)
 
-    def recall(self, rank: Rank, pages: Pages, keys: Keys, generations: Generations) -> None:
+    def recall(self, rank: Berth, pages: Pages, keys: Keys, generations: Generations) -> None:
         """Records came back from another tier: maybe this one has them too."""
         now = self._clock()
         with self._lock:

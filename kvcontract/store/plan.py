@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.store.handoffs import Handoff
-from kvcontract.store.rank import Rank
+from kvcontract.store.rank import Berth
 from kvcontract.store.saves import Batch, Run, SavingBudgets
 from kvcontract.tiers.base import SaveClass
 
@@ -40,7 +40,7 @@ class Plan:
 
 
 def chosen(
-    rank: Rank,
+    rank: Berth,
     run: Run,
     todo: NDArray[np.bool_],
     classes: Sequence[SaveClass],

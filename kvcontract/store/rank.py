@@ -3,10 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.memory.binding import Binding
+from kvcontract.pool.index import Pages
 from kvcontract.pool.pool import BlockPool
+from kvcontract.pool.side import SidePool
+
+
+class Blocks(Protocol):
+    """What a save needs of a pool."""
+
+    @property
+    def pages(self) -> int:
+        """Of the arenas, block 0 included."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """Usable ones."""
+        ...
+
+    @property
+    def generation(self) -> NDArray[np.uint32]:
+        """uint32 [pages], raised each time a block gets a new occupant."""
+        ...
+
+    def pin(self, pages: Pages) -> None:
+        """See `Guards.pin`."""
+        ...
+
+    def unpin(self, pages: Pages) -> None:
+        """See `Guards.unpin`."""
+        ...
+
+
+class Berth(Protocol):
+    """A rank, as far as one part is concerned: where the part's blocks are."""
+
+    @property
+    def name(self) -> str:
+        """Of the rank."""
+        ...
+
+    @property
+    def pool(self) -> Blocks:
+        """Of the part's space."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SideBerth:
+    """A rank, as far as one space beside the full pages is concerned.
+
+    Attributes:
+        name: of the rank.
+        pool: of the space.
+    """
+
+    name: str
+    pool: SidePool
 
 
 class Rank:

@@ -27,12 +27,12 @@ class Allowed:
     """What a store is made with, once nothing speaks against it.
 
     Attributes:
-        part: what is saved and restored as one unit.
+        parts: what is saved and restored as one unit, each.
         secret: that keys are derived with.
         too_small: names of tiers that no record fits into; they are left alone (H7).
     """
 
-    part: Part
+    parts: tuple[Part, ...]
     secret: FleetSecret
     too_small: tuple[str, ...]
 
@@ -69,7 +69,7 @@ def refuse(
     faults += policy_faults(policies, [tier.name for tier in tiers])
     small: tuple[str, ...] = ()
     if model.prefix_caching:
-        small, wrong = _sizes(model, parts(model)[0], tiers, policies, max_tp)
+        small, wrong = _sizes(model, tiers, policies, max_tp)
         faults += wrong
     if encryption is not None:
         served = [tier for tier in tiers if tier.name not in small]
@@ -86,7 +86,7 @@ def refuse(
         raise UsageFault("; ".join(faults))
     if unnamed:
         raise NotConformant(model.name, (_unnamed_weights(model, lasting_names(tiers)),))
-    return Allowed(parts(model)[0], chosen, small)
+    return Allowed(parts(model), chosen, small)
 
 
 def _faults(model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier]) -> list[str]:
@@ -116,6 +116,9 @@ def _rank_faults(model: KvModel, ranks: Sequence[Rank]) -> list[str]:
             for number, memory in enumerate(rank.memory)
             for key, binding in memory.items()
         }
+        spaces, pooled = {part.space for part in parts(model)}, {side.key for side in rank.pool.sides}
+        if missing := sorted(spaces - pooled - {"full"}):
+            faults.append(f"rank {rank.name!r}: no pool for {', '.join(missing)}; see `make_sides`")
         try:
             rank.pool.check_capacity(bound)
         except UsageFault as fault:
@@ -132,27 +135,27 @@ def lasting_names(tiers: Sequence[Tier]) -> list[str]:
 
 
 def _sizes(
-    model: KvModel, part: Part, tiers: Sequence[Tier], policies: Mapping[str, TierPolicy], max_tp: int
+    model: KvModel, tiers: Sequence[Tier], policies: Mapping[str, TierPolicy], max_tp: int
 ) -> tuple[tuple[str, ...], list[str]]:
     """Tiers that no record fits into, and what is wrong with that: they are all, or a page is over a budget.
 
     A record that is too large for one tier is served by the others (H7); if it is for all of them, none would
     ever be of use (H10).
     """
-    shards = part.shards(max_tp)
-    records = [wire_record(model, part, shard, shards) for shard in range(shards)]
-    sizes = [record.payload_bytes + header_bytes(len(record.segments)) for record in records]
-    small = {
-        tier.name: limit
-        for tier in tiers
-        if (limit := tier.capabilities.max_record_bytes) is not None and limit < max(sizes)
-    }
-    faults = small_budget_faults(policies, sum(sizes))
+    small: dict[str, int] = {}
+    faults, told = [], []
+    for part in parts(model):
+        shards = part.shards(max_tp)
+        records = [wire_record(model, part, shard, shards) for shard in range(shards)]
+        sizes = [record.payload_bytes + header_bytes(len(record.segments)) for record in records]
+        limits = {tier.name: tier.capabilities.max_record_bytes for tier in tiers}
+        tight = {name: limit for name, limit in limits.items() if limit is not None and limit < max(sizes)}
+        small |= tight
+        told += [f"one record of part {part.name!r} needs {max(sizes):,} B"] if tight else []
+        faults += small_budget_faults(policies, sum(sizes))
     if small and len(small) == len(tiers):
-        told = "; ".join(
-            f"tier {name!r} takes records of at most {limit:,} B" for name, limit in small.items()
-        )
-        faults.append(f"{told}; one record of part {part.name!r} needs {max(sizes):,} B")
+        takes = [f"tier {name!r} takes records of at most {limit:,} B" for name, limit in small.items()]
+        faults.append("; ".join([*takes, *told]))
     return tuple(small), faults
 
 

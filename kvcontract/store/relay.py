@@ -23,7 +23,7 @@ from kvcontract.pool.index import Keys
 from kvcontract.store.hop import Hop, Item, Relay, by_relay, keys_of
 from kvcontract.store.known import Known
 from kvcontract.store.marks import Flags, names_of
-from kvcontract.store.rank import Rank
+from kvcontract.store.rank import Berth
 from kvcontract.store.saves import Run
 from kvcontract.store.stats import Tally
 from kvcontract.store.tier_policy import TierPolicy
@@ -142,7 +142,7 @@ class Relays:
         with self._lock:
             return sum(len(hop.batch) for hop in self._hops.values()) * self._records.pages
 
-    def expect(self, number: int, rank: Rank, run: Run, rows: Any) -> bool:
+    def expect(self, number: int, rank: Berth, run: Run, rows: Any) -> bool:
         """Records of a run are to be copied to a tier once they are in the one above.
 
         Args:

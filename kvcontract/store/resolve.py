@@ -22,6 +22,7 @@ from kvcontract.store.explain import Cut
 from kvcontract.store.fetch import Fetcher
 from kvcontract.store.policy import DEVICE, KvPrefix
 from kvcontract.store.search import Ask, Breaker, Search, Tokens
+from kvcontract.store.side_fetch import SideFetcher, settle
 from kvcontract.store.stats import Tally
 
 FIRST_PAUSE_S: Final = 0.005
@@ -46,6 +47,7 @@ class Resolver:
         tally: where everything is counted.
         soon: calls a function on the loop, from any thread.
         tell: whether somebody is to be told what pages hold.
+        sides: finds and brings what is kept beside full pages; None: nothing is.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Resolver:
         *,
         soon: Soon,
         tell: bool,
+        sides: SideFetcher | None = None,
     ) -> None:
         self._keyer = keyer
         self._record_keyer = record_keyer
@@ -66,6 +69,7 @@ class Resolver:
         self._tally = tally
         self._soon = soon
         self._tell = tell
+        self._sides = sides
         self._breaker = Breaker()
         self._open: dict[asyncio.Timeout, Ask] = {}  # in order: who ends first must not depend on addresses
         self._begun = 0  # without those that wait for a reset to end
@@ -111,6 +115,7 @@ class Resolver:
                 found[0].match()  # let go for a pause that did not end
             if reason is not None:
                 found[0].degrade(reason)
+            settle(found[0])
             answer = self._answers.prefix(found[0])
             found.clear()  # its hold is the caller's now
         except BaseException as error:
@@ -133,9 +138,11 @@ class Resolver:
             if not ask.cancelled:
                 search = self._searched(ask, await self._names(ask, self._keyer))
                 found.append(search)
-                if search.short and not ask.cancelled:
-                    if search.step > 1:
-                        search.records = await self._names(ask, self._record_keyer)
+                if search.step > 1 and (search.short or self._sides is not None):
+                    search.records = await self._names(ask, self._record_keyer)
+                if self._sides is not None:
+                    await self._joint(self._sides, search)
+                elif search.short and not ask.cancelled:
                     await self._ask_tiers(search)
         finally:
             self._leave()
@@ -222,6 +229,25 @@ class Resolver:
             groups = search.workers.part.groups
             search.cuts[DEVICE] = Cut(DEVICE, search.at, "not resident when asked", groups)
         return search
+
+    async def _joint(self, sides: SideFetcher, search: Search) -> None:
+        """A prefix that every part can be continued from: boundaries first, then what they need (R2)."""
+        search.reached, full = search.at, search.policy.full_hit
+        pause = FIRST_PAUSE_S
+        while not search.ask.cancelled:
+            offers = await sides.offers(search)
+            deepest = offers.boundaries[0] if offers.boundaries else 0
+            if deepest < len(search.keys):
+                beside = tuple(side.key for side in search.rank.pool.sides)
+                search.cuts["beside"] = Cut("beside", deepest, "no state at a deeper boundary", beside)
+            if not full:
+                search.limit(deepest)
+            if search.short and not search.ask.cancelled:
+                await self._ask_tiers(search)
+            await sides.bring(search, offers)
+            if not full or search.at == len(search.keys) or not await self._paused(search, pause):
+                return
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _ask_tiers(self, search: Search) -> None:
         rank, policy = search.rank.name, search.policy

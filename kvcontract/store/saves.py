@@ -14,7 +14,7 @@ from kvcontract.pool.events import Content
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.handoffs import Handoff
 from kvcontract.store.marks import Flags, Generations, Saving
-from kvcontract.store.rank import Rank
+from kvcontract.store.rank import Berth
 from kvcontract.store.worker import After
 from kvcontract.tiers.base import Code, SaveClass
 from kvcontract.tiers.cipher import NO_KEY, KeyId
@@ -23,6 +23,8 @@ from kvcontract.tiers.cipher import NO_KEY, KeyId
 @dataclass(frozen=True, slots=True)
 class SealReport:
     """What became of one seal, in pages: those of an incomplete record wait for a later one.
+
+    A snapshot counts as a page, and so does a page of each window.
 
     Attributes:
         pages: pages that had to be saved; 0 if there was nothing new (C9).
@@ -33,6 +35,13 @@ class SealReport:
     pages: int
     saved: int
     failed: dict[str, int]
+
+    @classmethod
+    def joined(cls, reports: Sequence[SealReport]) -> SealReport:
+        """Of several parts, added up."""
+        failed = sum((Counter(report.failed) for report in reports), Counter[str]())
+        pages, saved = (sum(getattr(report, name) for report in reports) for name in ("pages", "saved"))
+        return cls(pages, saved, dict(failed))
 
 
 NOTHING = SealReport(0, 0, {})
@@ -83,7 +92,7 @@ class Batch:
         again: bool[tiers, k], those that failed after another try was asked for.
     """
 
-    rank: Rank
+    rank: Berth
     run: Run
     numbers: NDArray[np.int64]
     todo: NDArray[np.bool_]

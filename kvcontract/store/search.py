@@ -120,6 +120,7 @@ class Search:
         cuts: what each place had to say.
         partial: by number of the tier, the first missing record and which of its shards are there.
         news: settle when a tier has heard of something.
+        reached: how many pages were resident when it began, whether a request could go on from there or not.
     """
 
     ask: Ask
@@ -134,6 +135,7 @@ class Search:
     cuts: dict[str, Cut] = field(default_factory=dict)
     partial: dict[int, tuple[int, NDArray[np.bool_]]] = field(default_factory=dict)
     news: list[Pending[None]] = field(default_factory=list)
+    reached: int = 0
 
     @property
     def rank(self) -> Rank:
@@ -216,6 +218,13 @@ class Search:
             if grown.hit_pages > self.at:
                 self.hold, grown = grown, self.hold
             grown.release()
+
+    def limit(self, pages: int) -> None:
+        """Look no further than that: nobody could go on from beyond."""
+        if pages < len(self.keys):
+            self.keys, self.records = self.keys[:pages], self.records[: pages // self.step]
+            if self.at > pages:
+                self.hold.trim(pages)
 
     def holds_room_for(self, pages: int) -> bool:
         """Whether exactly that much room was staged for it."""

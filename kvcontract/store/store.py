@@ -236,7 +236,8 @@ class KvStore:
 
     def release_handoff(self, handoff: str) -> None:
         """The other side has its copy, or will not come: records of a handoff may be evicted; idempotent."""
-        self._core.sealer.handoffs.forget(handoff)
+        for saver in self._core.savers:
+            saver.handoffs.forget(handoff)
         for tier in self._core.all_tiers:
             tier.release_handoff(handoff)
 
@@ -402,7 +403,7 @@ class KvStore:
         found, ids = self._core.rank(rank), token_array(tokens)
         self._core.refuse_demand(policy)
         deadline, items = self._loop.time() + policy.deadline_s, Media(media, len(ids))
-        workers, number = self._core.workers[rank], next(self._numbers)
+        workers, number = self._core.pages.workers[rank], next(self._numbers)
         given = scope or Scope()
         key = self._core.key_of(given)
         return Ask(number, found, workers, ids, given, policy, deadline, items, cancel, label, key)
@@ -422,7 +423,7 @@ class KvStore:
             raise UsageFault(f"a save of class {cls.value} with handoff {handoff!r}: a handoff has a name")
         if cls is not SaveClass.HANDOFF and not self._core.switches.prefix_cache and not req.released:
             return Pending.of(NOTHING)
-        return self._core.sealer.seal(
+        return self._core.seal(
             rank,
             req,
             cls=cls,
@@ -437,9 +438,10 @@ class KvStore:
         return await reached(self._core.barriers.ask(level, deadline), deadline)
 
     async def _flush_handoff(self, handoff: str, deadline_s: float) -> HandoffReport:
-        handoffs = self._core.sealer.handoffs
-        await settled(handoffs.open(handoff), self._loop.time() + deadline_s)
-        return handoffs.report(handoff)
+        every = [saver.handoffs for saver in self._core.savers]
+        waited = [pending for handoffs in every for pending in handoffs.open(handoff)]
+        await settled(waited, self._loop.time() + deadline_s)
+        return HandoffReport.joined([handoffs.report(handoff) for handoffs in every])
 
     async def _reset(self, tiers: Sequence[str] | None, deadline_s: float) -> ResetReport:
         return await self._core.resetter.reset(self._loop.time() + deadline_s, tiers)

@@ -55,33 +55,25 @@ class Source:
     rows: NDArray[np.int64]
 
 
-class Workers:
-    """All workers of a rank.
+class Crew:
+    """The workers of one rank.
 
     Args:
         model: the declaration.
-        part: what is saved and restored as one unit.
         rank: its memory, one mapping of bindings a worker.
         max_tp: largest degree of tensor parallelism that may share the records.
         lane: where all of them copy and check; None makes a thread for each.
         clock: what deadlines are measured on.
         cipher: of what leaves the process; None: nothing is encrypted.
 
-    Attributes:
-        columns: shards of one record.
-        shard_bytes: of each of them, frame included.
-        record_pages: pages that it spans.
-        saved_record_bytes, loaded_record_bytes: of all shards, as often as they are written, or read.
-
     Raises:
-        UsageFault: declaration and memory do not fit, or a shard would be written by nobody.
+        UsageFault: declaration and memory do not fit.
         PluginFault: a conversion cannot be found.
     """
 
     def __init__(
         self,
         model: KvModel,
-        part: Part,
         rank: Rank,
         *,
         max_tp: int,
@@ -89,26 +81,61 @@ class Workers:
         clock: Clock,
         cipher: RecordCipher | None = None,
     ) -> None:
-        self.part = part
-        self._cipher = cipher
-        self.columns = part.shards(max_tp)
-        self.record_pages = model.record_pages
+        self.cipher = cipher
+        self.members: list[Worker] = []
         with ExitStack() as undo:
-            self._workers: list[Worker] = []
             for number, memory in enumerate(rank.memory):
                 held = layout(model, number, rank.tp)
                 made = Worker(model, held, memory, max_tp=max_tp, lane=lane, clock=clock, cipher=cipher)
-                self._workers.append(made)
+                self.members.append(made)
                 undo.callback(made.close, clock())
-            self._reads = [np.array(worker.reads(part), np.int64) for worker in self._workers]
-            self._writers = [worker for worker in self._workers if worker.writes(part)]
-            written = sorted(shard for worker in self._writers for shard in worker.writes(part))
-            if written != list(range(self.columns)):
-                raise UsageFault(
-                    f"rank {rank.name!r}: its {rank.tp} workers would write shards {written} of"
-                    f" {self.columns} (max_tp {max_tp}); each must be written by exactly one"
-                )
             undo.pop_all()
+
+    @property
+    def operations(self) -> int:
+        """Operations in flight, of all workers."""
+        return sum(worker.stats()["operations"] for worker in self.members)
+
+    def close(self, deadline: float) -> bool:
+        """Take no more work and wait for what runs; False if something still does (C10)."""
+        ended = [worker.close(deadline) for worker in self.members]  # all of them, whatever the first says
+        return all(ended)
+
+
+class Workers:
+    """All workers of a rank, for one part.
+
+    Args:
+        model: the declaration.
+        part: what is saved and restored as one unit.
+        crew: of the rank.
+        max_tp: largest degree of tensor parallelism that may share the records.
+
+    Attributes:
+        columns: shards of one record.
+        shard_bytes: of each of them, frame included.
+        record_pages: blocks that it spans.
+        saved_record_bytes, loaded_record_bytes: of all shards, as often as they are written, or read.
+
+    Raises:
+        UsageFault: a shard would be written by nobody.
+    """
+
+    def __init__(self, model: KvModel, part: Part, crew: Crew, *, max_tp: int) -> None:
+        self.part = part
+        self._cipher = crew.cipher
+        self._workers = crew.members
+        self.columns = part.shards(max_tp)
+        paged = model.group(part.groups[0]).kind == "paged"
+        self.record_pages = model.record_pages if paged else 1
+        self._reads = [np.array(worker.reads(part), np.int64) for worker in self._workers]
+        self._writers = [worker for worker in self._workers if worker.writes(part)]
+        written = sorted(shard for worker in self._writers for shard in worker.writes(part))
+        if written != list(range(self.columns)):
+            raise UsageFault(
+                f"part {part.name}: {len(self._workers)} workers would write shards {written} of"
+                f" {self.columns} (max_tp {max_tp}); each must be written by exactly one"
+            )
         sizes = self.shard_bytes = tuple(self._record_bytes(shard) for shard in range(self.columns))
         self.saved_record_bytes = sum(sizes)
         self.loaded_record_bytes = sum(sizes[shard] for reads in self._reads for shard in reads.tolist())
@@ -254,13 +281,3 @@ class Workers:
 
     def _record_bytes(self, shard: int) -> int:
         return self._workers[self.readers(shard)[0]].record_bytes(self.part, shard)
-
-    @property
-    def operations(self) -> int:
-        """Operations in flight, of all workers."""
-        return sum(worker.stats()["operations"] for worker in self._workers)
-
-    def close(self, deadline: float) -> bool:
-        """Take no more work and wait for what runs; False if something still does (C10)."""
-        ended = [worker.close(deadline) for worker in self._workers]  # all of them, whatever the first says
-        return all(ended)

@@ -67,7 +67,7 @@ def lasting(encryption: Encryption | None, *, tiers: int = 2, back: bool = False
 def records(s: Setup) -> RecordKeys:
     """Names of the prompt's records."""
     keys = s.store.keyer.chain(TOKENS[: 4 * PAGE], SCOPE)
-    return s.store._core.workers["0"].record_keys(keys)
+    return s.store._core.pages.workers["0"].record_keys(keys)
 
 
 def slots(s: Setup, tier: int) -> list[np.ndarray]:
@@ -174,7 +174,7 @@ def test_e7_a_record_that_was_tampered_with_is_quarantined(what: str) -> None:
         lose(s)
         change(slots(s, 1)[2])
         assert hit(s) == {"disk": 2 * PAGE}
-        assert s.store._core.workers["0"][0].stats()[flaw] == 1
+        assert s.store._core.pages.workers["0"][0].stats()[flaw] == 1
         assert len(slots(s, 1)) == 3
         s.store.retire(s.compute(TOKENS, s.loop.run(s.resolve(TOKENS))))
         lose(s)
@@ -193,7 +193,7 @@ def test_e7_a_payload_under_another_key_with_right_sums_does_not_open() -> None:
         one[: len(forged)] = np.frombuffer(forged, np.uint8)
         one[len(forged) :] = other[len(forged) :]
         assert hit(s) == {}
-        assert s.store._core.workers["0"][0].stats()["flaw_wrong_tag"] == 1
+        assert s.store._core.pages.workers["0"][0].stats()["flaw_wrong_tag"] == 1
 
 
 def test_an_unknown_key_is_a_miss_and_the_record_stays() -> None:
@@ -204,7 +204,7 @@ def test_an_unknown_key_is_a_miss_and_the_record_stays() -> None:
         s.store._core.cipher._keys.clear()
         assert hit(s) == {}
         assert len(slots(s, 1)) == 4
-        assert s.store._core.workers["0"][0].stats()["flaw_unknown_key"] == 4
+        assert s.store._core.pages.workers["0"][0].stats()["flaw_unknown_key"] == 4
         s.store._core.cipher._keys[key_id(A)] = A
         assert hit(s) == {"disk": 4 * PAGE}
 
@@ -217,7 +217,7 @@ def test_a_record_in_the_clear_is_not_taken_where_its_scope_has_a_key() -> None:
         lose(s)
         now[0] = "a"
         assert hit(s) == {}
-        assert s.store._core.workers["0"][0].stats()["flaw_not_encrypted"] == 4
+        assert s.store._core.pages.workers["0"][0].stats()["flaw_not_encrypted"] == 4
         s.store.retire(s.compute(TOKENS))
         assert {header.seal[:8] for header in headers(s, 1)} == {key_id(A)}
 

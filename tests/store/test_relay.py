@@ -38,7 +38,7 @@ def counters(s: Setup) -> dict[str, int]:
 def lose(s: Setup, tier: HeldTier) -> None:
     """The tier drops what it has of the prompt, and says so."""
     keys = s.store._core.record_keyer.chain(TOKENS[: 4 * PAGE], SCOPE)
-    records = s.store._core.workers["0"].record_keys(keys)
+    records = s.store._core.pages.workers["0"].record_keys(keys)
     with tier.inner.lookup(records, float("inf")).value as lease:
         tier.inner.discard(lease, np.arange(len(records)))
 

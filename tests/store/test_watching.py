@@ -82,7 +82,7 @@ def test_i6_bytes_and_seconds_by_tier_and_direction() -> None:
         s.loop.call_later(0.5, s.tier.open, "load")
         s.loop.run(s.resolve(TOKENS)).release()
         moved = s.store.stats().moved["dram"]
-        workers: Workers = s.store._core.workers["0"]
+        workers: Workers = s.store._core.pages.workers["0"]
         size = 4 * workers.saved_record_bytes
         assert (moved["save"].pages, moved["save"].record_bytes, moved["save"].seconds) == (4, size, 2.0)
         assert (moved["load"].pages, moved["load"].record_bytes, moved["load"].seconds) == (4, size, 0.5)

@@ -304,7 +304,7 @@ class Node:
 
     def relays(self) -> tuple[Pending[Any], ...]:
         """Relays that have not ended."""
-        return self.store._core.relays.pending  # noqa: SLF001 - no caller waits for them but through barriers
+        return self.store._core.pages.pending  # noqa: SLF001 - no caller waits for them but through barriers
 
     def leases(self) -> int:
         """Leases on records of the tiers that nobody has released."""

@@ -1,0 +1,323 @@
+"""The joint hit: how deep a prefix can be continued, and bringing what that needs beside the full pages.
+
+A request goes on from a boundary only where every part has what it needs there (R2), along whichever tiers.
+So boundaries are found first, by asking what there is; then the chain of full pages is brought up to the
+deepest of them, and not beyond it; then the rest.  A part that fails there rewinds the hit to the next lower
+boundary, and what is held beyond it is let go (F5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcontract.core.pending import Pending, wait_until
+from kvcontract.pool.handles import Reservation
+from kvcontract.pool.holdings import SideHolds, covered, hold_at, hold_deepest
+from kvcontract.pool.index import Keys, Pages
+from kvcontract.pool.side import Flags
+from kvcontract.pool.sides import Side, Slotted
+from kvcontract.store.part import PartStore
+from kvcontract.store.rank import Berth, Rank
+from kvcontract.store.search import Search
+from kvcontract.store.stats import Tally
+from kvcontract.store.workers import Source, Verdict, Workers
+from kvcontract.tiers.base import Clock, Code, Codes, Lease, Tier
+
+
+@dataclass(slots=True, eq=False)
+class Offers:
+    """What there is beside the full pages of one prompt.
+
+    Attributes:
+        boundaries: in pages, at which a request could go on, the deepest first.
+        by_tier: per space, for each tier bool[pages], what it has.
+    """
+
+    boundaries: list[int]
+    by_tier: dict[str, list[Flags]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """Blocks of one space that are looked for, and on their way.
+
+    Attributes:
+        side: pool and rule of the space.
+        part: what is loaded.
+        rank: where to.
+        numbers: int64[n], pages whose state it is.
+        names: uint64[n, 2], by which that is found on the device.
+        ended: settles when it is there, or is not.
+    """
+
+    side: Side
+    part: PartStore
+    rank: Rank
+    numbers: NDArray[np.int64]
+    names: Keys
+    ended: Pending[None] = field(default_factory=Pending)
+
+    @property
+    def workers(self) -> Workers:
+        """Who load."""
+        return self.part.workers[self.rank.name]
+
+    @property
+    def berth(self) -> Berth:
+        """Where the blocks are."""
+        return self.part.berths[self.rank.name][0]
+
+
+class SideFetcher:
+    """Finds boundaries, and brings what they need.
+
+    Args:
+        parts: those beside the full pages, by space.
+        tiers: asked in order.
+        tally: where everything is counted.
+        clock: the store's.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, PartStore], tiers: Sequence[Tier], tally: Tally, clock: Clock
+    ) -> None:
+        self._parts = parts
+        self._tiers = tuple(tiers)
+        self._tally = tally
+        self._clock = clock
+        self._flights: dict[tuple[str, str, bytes], Flight] = {}
+        self._open: dict[Flight, None] = {}
+
+    @property
+    def pending(self) -> tuple[Pending[None], ...]:
+        """Loads in flight, oldest first."""
+        return tuple(flight.ended for flight in tuple(self._open))
+
+    # What there is
+
+    async def offers(self, search: Search) -> Offers:
+        """Where a request could go on; tiers are asked only if the device alone does not reach the end."""
+        sides, size = search.rank.pool.sides, search.rank.pool.page_tokens
+        pages, legal = len(search.keys), search.ask.media
+        here = {side.key: side.pool.present(search.keys) for side in sides}
+        found = Offers(covered(sides, size, here, pages, legal))
+        if (found.boundaries and found.boundaries[0] == pages) or not pages:
+            return found
+        for side in sides:
+            found.by_tier[side.key] = [
+                await self._present(search, side, tier, here[side.key]) for tier in self._tiers
+            ]
+        every = {key: np.logical_or.reduce([there, *found.by_tier[key]]) for key, there in here.items()}
+        found.boundaries = covered(sides, size, every, pages, legal)
+        return found
+
+    async def _present(self, search: Search, side: Side, tier: Tier, here: Flags) -> Flags:
+        """Which pages' state a tier has whole, where the device has not got it: bool[pages]."""
+        part, step, found = self._parts.get(side.key), search.step, np.zeros(len(here), np.bool_)
+        if part is None or search.late():
+            return found
+        workers, count = part.workers[search.rank.name], len(here) // step
+        by_record = here[: count * step].reshape(count, step)
+        lack = ~by_record[:, -workers.record_pages :].all(axis=1)
+        if isinstance(side, Slotted):
+            ends = (np.arange(count) + 1) * step * side.pool.page_tokens
+            lack &= ends % search.rank.pool.sides.granule_tokens == 0
+        wanted = np.flatnonzero(lack)
+        if not len(wanted):
+            return found
+        lease = await self._lookup(search, workers, tier, search.records[wanted])
+        if lease is None:
+            return found
+        with lease:
+            there = wanted[lease.present.reshape(-1, workers.columns).all(axis=1)]
+        for page in range(workers.record_pages):
+            found[(there + 1) * step - 1 - page] = True
+        return found
+
+    async def _lookup(self, search: Search, workers: Workers, tier: Tier, names: Keys) -> Lease | None:
+        keys = workers.record_keys(names)
+        query = tier.lookup(keys, search.deadline)
+        try:
+            lease = await wait_until(query, search.deadline)
+        except BaseException as error:
+            query.on_done(Lease.release)  # A2
+            if not isinstance(error, TimeoutError):
+                raise
+            search.degrade(f"{tier.name}: lookup timed out")
+            return None
+        if lease.failed or lease.present.shape != keys.shape:  # A10, A15
+            self._tally.count("tier_answers_refused" if not lease.failed else f"lookups_failed_{tier.name}")
+            lease.release()
+            search.degrade(f"{tier.name}: lookup failed")
+            return None
+        return lease
+
+    # Bringing it
+
+    async def bring(self, search: Search, offers: Offers) -> None:
+        """Hold what the deepest boundary needs that the chain reaches, and cut the hit to it (F5)."""
+        sides, reach = search.rank.pool.sides, search.at
+        for boundary in offers.boundaries:
+            if boundary > reach or search.late() or search.ask.cancelled:
+                continue
+            held = hold_at(sides, search.keys, boundary)
+            if held is None and offers.by_tier and await self._fetched(search, offers, boundary):
+                held = hold_at(sides, search.keys, boundary)
+            if held is not None:
+                self._cut(search, held)
+                return
+            search.degrade(f"state at {boundary * search.rank.pool.page_tokens} tokens could not be had")
+        settle(search)
+
+    def _cut(self, search: Search, held: SideHolds) -> None:
+        if held.pages < search.at:
+            self._tally.count("pages_beyond_a_checkpoint", search.at - held.pages)
+        search.hold.let_sides_go()
+        search.hold.trim(held.pages)
+        search.hold.sides = held
+
+    async def _fetched(self, search: Search, offers: Offers, boundary: int) -> bool:
+        """Load what a boundary needs and the device has not got, all of it at once; whether all came."""
+        joined: dict[Pending[None], None] = {}
+        for side in search.rank.pool.sides:
+            numbers = side.needed(boundary)
+            if not len(numbers):
+                continue
+            missing = numbers[~side.pool.present(search.keys[numbers])]
+            going = [
+                self._flights.get((search.rank.name, side.key, search.keys[number].tobytes()))
+                for number in missing.tolist()
+            ]
+            joined |= dict.fromkeys(flight.ended for flight in going if flight is not None)  # A16
+            left = missing[[flight is None for flight in going]]
+            if not len(left):
+                continue
+            flight = Flight(side, self._parts[side.key], search.rank, left, search.keys[left].copy())
+            self._open[flight] = None
+            for name in flight.names:
+                self._flights[search.rank.name, side.key, name.tobytes()] = flight
+            begun = False
+            try:
+                begun = await self._begin(search, flight, offers.by_tier[side.key])
+            finally:
+                if not begun:
+                    self._over(flight)
+            if not begun:
+                return False  # what has begun ends by itself, and is found by whoever comes next
+            joined[flight.ended] = None
+        return await self._landed(search, list(joined))
+
+    async def _landed(self, search: Search, pendings: Sequence[Pending[None]]) -> bool:
+        try:
+            for pending in pendings:
+                await wait_until(pending, search.deadline)
+        except TimeoutError:
+            self._tally.count("loads_abandoned")
+            search.degrade("state did not land in time")
+            return False
+        return True
+
+    async def _begin(self, search: Search, flight: Flight, by_tier: Sequence[Flags]) -> bool:
+        """Start to load; False if there is no room, or it is nowhere any more."""
+        workers, numbers = flight.workers, flight.numbers
+        rows, spread = np.unique(numbers // search.step, return_inverse=True)
+        reserved = flight.side.pool.reserve(len(numbers))
+        if reserved is None:
+            search.degrade(f"no room in {flight.side.key}")
+            return False
+        with ExitStack() as owned:
+            owned.enter_context(reserved)
+            blocks = np.zeros((len(rows), workers.record_pages), np.int32)
+            blocks[spread, numbers % workers.record_pages] = reserved.pages
+            sources = await self._sources(search, workers, by_tier, rows, owned)
+            if sources is None:
+                search.degrade(f"state in {flight.side.key} is gone")
+                return False
+            records, begun = search.records[rows], self._clock()
+            op = workers.load(sources, records, blocks, search.deadline, key=search.ask.key)
+            kept = owned.pop_all()
+
+        def end(verdict: Verdict) -> None:
+            try:
+                self._came(flight, reserved, verdict.codes[spread])
+                ok = verdict.codes[spread] == Code.OK
+                self._told(flight, sources, blocks[spread[ok], -1], records[spread[ok]], begun)
+            finally:
+                kept.close()
+                self._over(flight)
+
+        op.on_done(end)
+        return True
+
+    async def _sources(
+        self,
+        search: Search,
+        workers: Workers,
+        by_tier: Sequence[Flags],
+        rows: NDArray[np.int64],
+        owned: ExitStack,
+    ) -> list[Source] | None:
+        """Leases on some records, from the first tier that has each; None if one is nowhere."""
+        left, found = np.ones(len(rows), np.bool_), list[Source]()
+        ends = (rows + 1) * search.step - 1
+        for tier, there in zip(self._tiers, by_tier, strict=True):
+            mine = np.flatnonzero(left & there[ends])
+            if not len(mine):
+                continue
+            lease = await self._lookup(search, workers, tier, search.records[rows[mine]])
+            if lease is None:
+                continue
+            owned.enter_context(lease)
+            whole = lease.present.reshape(-1, workers.columns).all(axis=1)
+            given = np.full((len(rows), workers.columns), -1, np.int64)
+            every = np.arange(len(mine) * workers.columns).reshape(len(mine), workers.columns)
+            given[mine[whole]] = every[whole]
+            left[mine[whole]] = False
+            found.append(Source(tier, lease, given))
+        return None if left.any() else found
+
+    def _came(self, flight: Flight, reserved: Reservation, codes: Codes) -> None:
+        """What came is named, whether anybody waits for it still or not (A4)."""
+        flight.side.pool.commit(reserved, flight.names, codes == Code.OK).release()
+        for code, count in enumerate(np.bincount(codes).tolist()):
+            if count:
+                self._tally.count(f"blocks_{Code(code).name.lower()}_{flight.side.key}", count)
+
+    def _told(
+        self, flight: Flight, sources: Sequence[Source], blocks: Pages, records: Keys, begun: float
+    ) -> None:
+        """The tiers that gave records have them: they are not saved there again (C3)."""
+        if not len(blocks):
+            return
+        berth, given = flight.berth, [source.tier for source in sources]
+        generations = berth.pool.generation[blocks]
+        for known in flight.part.known:
+            if known.tier in given:
+                known.restored(berth, blocks, records, generations, begun)
+            else:
+                known.recall(berth, blocks, records, generations)
+
+    def _over(self, flight: Flight) -> None:
+        """It has ended, whatever came of it."""
+        del self._open[flight]
+        for name in flight.names:
+            self._flights.pop((flight.rank.name, flight.side.key, name.tobytes()), None)
+        flight.ended.settle(None)
+
+
+def settle(search: Search) -> None:
+    """Cut a hold to where a request can go on with what is on the device, if nobody has done so."""
+    pool = search.rank.pool
+    if not pool.sides or not search.hold.live:
+        return
+    if search.hold.sides is not None and search.hold.sides.pages == search.at:
+        return
+    search.hold.let_sides_go()
+    held = hold_deepest(pool.sides, pool.page_tokens, search.keys, search.at, search.ask.media)
+    search.hold.trim(0 if held is None else held.pages)
+    search.hold.sides = held

@@ -1,0 +1,195 @@
+"""Checkpoints of the state beside full pages: taken where a step has ended, published once they are whole.
+
+Live state is rewritten at each token, so it is copied (F1): slot to slot on the device, in the order of its
+work.  What is found afterwards is the copy, under the boundary it was taken at, and only once every worker
+has it (F2, F7).  Without room for all of it nothing is taken (F6), and a copy that fails publishes nothing
+(F3).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcontract.core.lane import Urgency
+from kvcontract.core.pending import report_uncaught
+from kvcontract.memory.device import StreamEvent
+from kvcontract.memory.slots import copy_slots
+from kvcontract.pool.handles import Reservation
+from kvcontract.pool.holdings import SlotView
+from kvcontract.pool.index import Keys, Pages
+from kvcontract.pool.keys import Keyer
+from kvcontract.pool.request import RequestKv
+from kvcontract.store.rank import Rank
+from kvcontract.store.stats import Tally
+from kvcontract.store.workers import Crew
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Artefact:
+    """What one space holds of one checkpoint.
+
+    Attributes:
+        keys: uint64[n, 2], of its records.
+        blocks: int32[n, blocks of a record].
+        generations: uint32[n, blocks of a record], of their occupants.
+    """
+
+    keys: Keys
+    blocks: Pages
+    generations: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """One checkpoint of one request.
+
+    Attributes:
+        boundary: token position.
+        rolling: the next one takes its place.
+        by_space: what there is of it.
+        after: events of the devices, after which the bytes are there.
+    """
+
+    boundary: int
+    rolling: bool
+    by_space: Mapping[str, Artefact]
+    after: tuple[StreamEvent, ...] = ()
+
+
+class Snapshots:
+    """Takes checkpoints, and remembers those of every request that goes on.
+
+    Args:
+        keyer: derives keys of records.
+        crews: by rank.
+        tally: where everything is counted.
+    """
+
+    def __init__(self, keyer: Keyer, crews: Mapping[str, Crew], tally: Tally) -> None:
+        self._keyer = keyer
+        self._crews = crews
+        self._tally = tally
+        self._lock = threading.Lock()
+        self._taken: WeakKeyDictionary[RequestKv, list[Checkpoint]] = WeakKeyDictionary()
+
+    def of(self, req: RequestKv) -> list[Checkpoint]:
+        """Those of a request, in order."""
+        with self._lock:
+            return list(self._taken.get(req, ()))
+
+    def take(self, rank: Rank, req: RequestKv) -> None:
+        """A checkpoint where the request stands, if one is wanted there and was not taken.
+
+        Never raises for what befalls it.
+        """
+        boundary, taken = req.checkpoint, self.of(req)
+        if boundary is None or boundary != req.committed_tokens or req.released:
+            return
+        if taken and taken[-1].boundary >= boundary:
+            return
+        rolling = req.new_tokens > 0 and boundary > req.prompt_len
+        try:
+            made = self._made(rank, req, boundary, rolling=rolling)
+        except Exception as error:  # noqa: BLE001 - reported; a checkpoint is a chance, not a duty
+            self._tally.count("checkpoints_failed")
+            report_uncaught(error)
+            return
+        if made is None:
+            self._tally.count("checkpoints_without_room")
+            return
+        self._tally.count("checkpoints_taken")
+        with self._lock:
+            kept = self._taken.setdefault(req, [])
+            old = kept.pop() if kept and kept[-1].rolling and rolling else None
+            kept.append(made)
+        if old is not None:
+            for side in rank.pool.sides.slots:
+                if side.key in old.by_space:
+                    side.pool.demote(old.by_space[side.key].blocks.ravel())
+
+    def _made(self, rank: Rank, req: RequestKv, boundary: int, *, rolling: bool) -> Checkpoint | None:
+        """Copy what is to be copied, and say where it is."""
+        size, step = rank.pool.page_tokens, self._keyer.page_tokens // rank.pool.page_tokens
+        pages, records = boundary // size, req.record_keys(self._keyer)
+        found: dict[str, Artefact] = {}
+        for key, (numbers, blocks) in req.beside.at(pages).items():
+            generation = next(side for side in rank.pool.sides if side.key == key).pool.generation
+            whole = blocks.reshape(-1, step)
+            names = records[numbers.reshape(-1, step)[:, -1] // step]
+            found[key] = Artefact(names, whole.copy(), generation[whole])
+        slots = self._snapshot(rank, req, pages)
+        if slots is None:
+            return None
+        blocks_of, after = slots
+        last = records[pages // step - 1 : pages // step]
+        for key, (block, generation_of) in blocks_of.items():
+            found[key] = Artefact(last, np.array([[block]], np.int32), np.array([[generation_of]], np.uint32))
+        return Checkpoint(boundary, rolling, found, after)
+
+    def _snapshot(
+        self, rank: Rank, req: RequestKv, pages: int
+    ) -> tuple[dict[str, tuple[int, int]], tuple[StreamEvent, ...]] | None:
+        """Copy every live slot of a request; where the copies are, or None without room for all."""
+        name = req.keys[pages - 1 : pages].copy()
+        found: dict[str, tuple[int, int]] = {}
+        with ExitStack() as undo:
+            staged: list[tuple[SlotView, Reservation]] = []
+            for view in (view for view in req.beside.slots if view.side.stored):
+                pool = view.side.pool
+                there = pool.hold(name)
+                if there is not None:  # another request has been here
+                    with there:
+                        block = int(there.pages[0])
+                        found[view.key] = block, int(pool.generation[block])
+                    continue
+                reserved = pool.reserve(1)
+                if reserved is None:
+                    return None
+                staged.append((view, undo.enter_context(reserved)))
+            pairs = {view.key: [(view.slot, int(kept.pages[0]))] for view, kept in staged}
+            after = copy_slots(rank.memory, pairs)
+            for view, kept in staged:
+                block = int(kept.pages[0])
+                found[view.key] = block, int(view.side.pool.generation[block])
+            undo.pop_all()
+        self._publish(rank, staged, name, after)
+        return found, after
+
+    def _publish(
+        self,
+        rank: Rank,
+        staged: list[tuple[SlotView, Reservation]],
+        name: Keys,
+        after: tuple[StreamEvent, ...],
+    ) -> None:
+        """Let the copies be found, once they are complete (F2)."""
+
+        def publish() -> None:
+            for event in after:
+                event.synchronize()
+            for view, kept in staged:
+                view.side.pool.commit(kept, name).release()
+
+        if not after:
+            publish()
+            return
+        self._crews[rank.name].members[0].lane.submit(_told(publish), Urgency.RESTORE)
+
+
+def _told(work: Callable[[], None]) -> Callable[[], None]:
+    """The same, for a lane: an exception is reported, not lost."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - reported
+            report_uncaught(error)
+
+    return run
