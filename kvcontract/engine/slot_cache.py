@@ -161,6 +161,9 @@ class CombinedLayer(SlotLayer, PagedLayer):
         values: as for `PagedLayer`.
     """
 
+    # As its attention half is: it decides whether masks are made for fixed shapes.
+    is_compileable = False
+
     def __init__(self, slot: Slot, rows: Rows, reach: Reach, keys: ArenaField, values: ArenaField) -> None:
         SlotLayer.__init__(self, slot, rows.context_len)
         PagedLayer.__init__(self, rows, reach, keys, values)
