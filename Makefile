@@ -14,12 +14,12 @@ READY := $(VENV)/.ready
 
 setup: $(READY)
 
-$(READY): pyproject.toml plugins/qwen3/pyproject.toml
+$(READY): pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[hf,crypto,dev]'
-	$(BIN)/python -m pip install --quiet --editable plugins/qwen3
+	$(BIN)/python -m pip install --quiet $(patsubst %/pyproject.toml,--editable %,$(wildcard plugins/*/pyproject.toml))
 	touch $(READY)
 
 conformance: setup

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvcontract.contract.executor import Adapter as Adapter
     from kvcontract.contract.executor import Attention as Attention
+    from kvcontract.contract.executor import Combined as Combined
     from kvcontract.contract.executor import Executor as Executor
     from kvcontract.contract.executor import HfLayers as HfLayers
     from kvcontract.contract.executor import Limits as Limits
     from kvcontract.contract.executor import OwnsArenas as OwnsArenas
+    from kvcontract.contract.executor import Recurrent as Recurrent
     from kvcontract.contract.executor import Step as Step
     from kvcontract.contract.executor import StepOutput as StepOutput
     from kvcontract.contract.executor import TakesAdapters as TakesAdapters
@@ -61,10 +63,12 @@ _HOMES = {
     "kvcontract.contract.executor": (
         "Adapter",
         "Attention",
+        "Combined",
         "Executor",
         "HfLayers",
         "Limits",
         "OwnsArenas",
+        "Recurrent",
         "Step",
         "StepOutput",
         "TakesAdapters",

@@ -31,12 +31,14 @@ class Limits:
         max_tokens: tokens in one step.
         max_context_tokens: longest context of a request.
         vocab_size: width of the logits; token ids lie below it.
+        placeholder_ids: token ids that stand for what it cannot take (an image, a sound): refused in prompts.
     """
 
     max_requests: int
     max_tokens: int
     max_context_tokens: int
     vocab_size: int
+    placeholder_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Step:
         query_start: int64[b + 1], where each request's tokens begin in `token_ids`.
         context_len: int64[b], tokens of each request already in the cache before this step.
         page_table: per space key, int32[b, p]: block ids covering exactly context and step (B17); 0 pads.
-        slots: per bounded group, int32[b]: the live slot of each request.
+        slots: per bounded group, int32[b]: the live slot of each request, from 1 on, none of them twice.
         want: int64[k], rows of `token_ids` whose logits are wanted.
         adapters: for each request the name of its adapter, or None; empty where no request has one.
     """
@@ -78,7 +80,11 @@ class StepOutput:
 
 
 class Executor(Protocol):
-    """Runs a model over bound arenas; writes the state of exactly the step's positions, and no other byte."""
+    """Runs a model over bound arenas; writes the state of exactly the step's positions, and no other byte.
+
+    A request whose context is empty begins with empty bounded state: its slot is not read, whatever lies
+    there.  Any other slot is read as it is: a restored one is never cleared first (E5).
+    """
 
     @property
     def limits(self) -> Limits:
@@ -88,7 +94,8 @@ class Executor(Protocol):
     def bind(self, views: Mapping[FieldRef, Tensor]) -> None:
         """Receive the arenas: per field a tensor [blocks, tokens, ...] with the field's axes in order.
 
-        Called once, before the first step; the memory stays the caller's.
+        A bounded group's fields are [slots, ...]: they have no tokens.  Called once, before the first step;
+        the memory stays the caller's.
         """
         ...
 
@@ -161,12 +168,57 @@ class Attention:
     values: FieldRef
     index_keys: FieldRef | None = None
 
+    @property
+    def refs(self) -> tuple[FieldRef, ...]:
+        """The fields that are named."""
+        return tuple(ref for ref in (self.keys, self.values, self.index_keys) if ref is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """Where one linear-attention layer of a Hugging Face model keeps its state: a slot of a bounded group.
+
+    All fields belong to one group.  The axes of a field lie in the order of the model's own tensor.
+
+    Attributes:
+        state: field for the tensor of `Cache.update_recurrent_state`, without its batch axis; None where the
+            layer keeps none.  Its dtype is what the model keeps (often float32 beside a bfloat16 model).
+        conv: fields for the tensor of `Cache.update_conv_state`, [channels, columns]: its channels one field
+            after another.  The columns are the last axis of each, one fewer than the kernel is wide: a
+            Hugging Face cache holds one more, its oldest, which nothing reads.
+    """
+
+    state: FieldRef | None = None
+    conv: tuple[FieldRef, ...] = ()
+
+    @property
+    def refs(self) -> tuple[FieldRef, ...]:
+        """The fields that are named."""
+        return self.conv if self.state is None else (self.state, *self.conv)
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """A layer that keeps both: attention and linear-attention state side by side."""
+
+    attention: Attention
+    recurrent: Recurrent
+
+    @property
+    def refs(self) -> tuple[FieldRef, ...]:
+        """The fields that are named."""
+        return (*self.attention.refs, *self.recurrent.refs)
+
 
 @dataclass(frozen=True, slots=True)
 class HfLayers:
     """Ask for the generic executor: layer index -> where its state lives.
 
-    Layers that keep nothing of their own (they share another's, or are stateless) are left out.
+    Attributes:
+        layers: those that keep nothing of their own (they share another's, or are stateless) are left out.
+        placeholder_ids: token ids that stand for an image or a sound.  The generic executor takes text alone,
+            so prompts that hold one are refused.
     """
 
-    layers: Mapping[int, Attention]
+    layers: Mapping[int, Attention | Recurrent | Combined]
+    placeholder_ids: frozenset[int] = frozenset()

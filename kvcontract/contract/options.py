@@ -191,13 +191,16 @@ class Context:
         """An error to raise for a value that the model cannot honour.
 
         Args:
-            option: name of a core option or of one of the plugin's own, or ``config.KEY``.
+            option: name of a core option or of one of the plugin's own, or ``config.KEY``, dotted where the
+                key is nested.
             allowed: what may be there.
             why: the reason, in words.
         """
         if option.startswith("config."):
-            key = option.removeprefix("config.")
-            return Refused(option, None if self.config is None else self.config.get(key), allowed, why)
+            found: Any = self.config
+            for key in option.removeprefix("config.").split("."):
+                found = found.get(key) if isinstance(found, Mapping) else None
+            return Refused(option, found, allowed, why)
         value = getattr(self.options, option, None)
         if value is None and self.plugin_options is not None:
             value = getattr(self.plugin_options, option, None)

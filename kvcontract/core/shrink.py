@@ -63,6 +63,8 @@ _RANK_LIMITS: Final = {"kv_lora_rank": 64, "q_lora_rank": 48}
 _WINDOW_KEYS: Final = ("attention_chunk_size", "sliding_window")
 _VOCAB_KEYS: Final = ("vocab_size", "vocab_size_per_layer_input")
 _TOKEN_ID_SUFFIXES: Final = ("_token_id", "_token_ids", "_token_index")
+# Towers for what is no text: left out.
+_TOWER_KEYS: Final = ("audio_config", "vision_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def shrink(config: Mapping[str, Any]) -> Shrunk:
         vocab = after["text_config"].get("vocab_size", VOCAB)
         after |= _token_ids(after, vocab)
         after |= {key: min(config[key], VOCAB) for key in _VOCAB_KEYS if _is_int(config.get(key))}
+        after |= {key: None for key in _TOWER_KEYS if key in config}
     else:
         after = _shrink_text(after)
     return Shrunk(after, dict(_changes(config, after, "")))
@@ -106,13 +109,26 @@ def _shrink_text(config: dict[str, Any]) -> dict[str, Any]:
 
 def layer_count(config: Mapping[str, Any]) -> int:
     """Layers of the small model: those before the pattern sets in, then one period, at least four."""
+    return len(_kept_layers(config))
+
+
+def _kept_layers(config: Mapping[str, Any]) -> list[int]:
+    """Which layers of the real model the small one has; of those at the end that share, the last period."""
     total = int(config["num_hidden_layers"])
     kinds = _layer_kinds(config, total)
-    prefix, period = _pattern(kinds)
+    shared = _shared_layers(config)
+    prefix, period = _pattern(kinds[: total - shared])
     count = prefix + period
     while count < MIN_LAYERS:
         count += period
-    return min(count, total)
+    kept = list(range(min(count, total - shared)))
+    return kept + list(range(total - sum(_pattern(kinds[total - shared :])), total)) if shared else kept
+
+
+def _shared_layers(config: Mapping[str, Any]) -> int:
+    """Layers at the end that keep no keys and values of their own."""
+    shared = config.get("num_kv_shared_layers")
+    return shared if _is_int(shared) and 0 < shared < int(config["num_hidden_layers"]) else 0
 
 
 def _layer_kinds(config: Mapping[str, Any], total: int) -> list[tuple[Any, ...]]:
@@ -143,16 +159,36 @@ def _pattern(kinds: list[tuple[Any, ...]]) -> tuple[int, int]:
 
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    total, count = int(config["num_hidden_layers"]), layer_count(config)
+    total, kept = int(config["num_hidden_layers"]), _kept_layers(config)
+    count = len(kept)
     changed: dict[str, Any] = {
-        key: value[:count] for key, value in config.items() if isinstance(value, list) and len(value) == total
+        key: [value[index] for index in kept]
+        for key, value in config.items()
+        if isinstance(value, list) and len(value) == total
     }
     for key in _LAYER_INDEX_KEYS:
         if isinstance(config.get(key), list):
-            changed[key] = [index for index in config[key] if index < count]
+            changed[key] = [new for new, index in enumerate(kept) if index in config[key]]
+    own = total - _shared_layers(config)
+    changed["num_kv_shared_layers"] = sum(index >= own for index in kept)
+    if isinstance(config.get("per_layer_config"), Mapping):
+        given = {int(index): values for index, values in config["per_layer_config"].items()}
+        changed["per_layer_config"] = {
+            str(new): _layer_overrides(config, given[index])
+            for new, index in enumerate(kept)
+            if index in given
+        }
     if _is_int(config.get("max_window_layers")):
         changed["max_window_layers"] = count // 2 if config.get("use_sliding_window") else count
     return {**changed, "num_hidden_layers": count}
+
+
+def _layer_overrides(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What one layer has otherwise than the rest, made small in the same way."""
+    changed = {key: _dim(int(values[key])) for key in _HEAD_DIM_KEYS if _is_int(values.get(key))}
+    if _is_int(values.get("num_key_value_heads")):
+        changed["num_key_value_heads"] = _few_of(values["num_key_value_heads"], config)
+    return {**values, **changed}
 
 
 def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,6 +198,9 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
             config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
         )
         changed |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    if _is_int(config.get("num_global_key_value_heads")):
+        own = _few_of(config["num_global_key_value_heads"], config)
+        changed["num_global_key_value_heads"] = own
     if _is_int(config.get("linear_num_value_heads")) and _is_int(config.get("linear_num_key_heads")):
         heads, kv_heads = _head_pair(config["linear_num_value_heads"], config["linear_num_key_heads"])
         changed |= {"linear_num_value_heads": heads, "linear_num_key_heads": kv_heads}
@@ -178,6 +217,13 @@ def _head_pair(heads: int, kv_heads: int) -> tuple[int, int]:
     if ratio > _HEAD_RATIO:
         ratio = max(n for n in range(1, _HEAD_RATIO + 1) if ratio % n == 0)
     return _few(kv_heads) * ratio, _few(kv_heads)
+
+
+def _few_of(kv_heads: int, config: Mapping[str, Any]) -> int:
+    """Key/value heads of layers that have other ones than most: they still divide the query heads."""
+    heads = config["num_attention_heads"]
+    small, _ = _head_pair(heads, config.get("num_key_value_heads") or heads)
+    return math.gcd(_few(kv_heads), small)
 
 
 def _few(count: int) -> int:
@@ -234,7 +280,7 @@ def _widths(config: Mapping[str, Any], hidden: int) -> dict[str, Any]:
         if _is_int(value) and value:
             changed[key] = scaled(value)
         elif isinstance(value, list):
-            changed[key] = [scaled(item) for item in value][: layer_count(config)]
+            changed[key] = [scaled(value[index]) for index in _kept_layers(config) if index < len(value)]
     return changed
 
 

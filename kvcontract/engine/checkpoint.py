@@ -37,6 +37,11 @@ __all__ = [
 _VOCABULARY_GAIN: Final = 1.5
 _MATRIX_GAIN: Final = 1.4
 
+# Decay rates of recurrent state.  As models initialise them, they forget within a token or two, and a lost
+# state would move no logit; with these, half-lives spread from some tokens to some hundreds.
+_DECAY_NAME: Final = "A_log"
+_DECAY_RATES: Final = (0.002, 0.2)
+
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -164,7 +169,7 @@ def _as_float32(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _randomise(model: nn.Module, seed: int) -> None:
-    """Draw every matrix anew, scaled by its fan-in; norms, biases and decays keep their initial values."""
+    """Draw every matrix anew, scaled by its fan-in; spread decays; norms and biases keep their values."""
     vocabulary = {
         id(part.weight)
         for part in (cast("Any", model).get_input_embeddings(), cast("Any", model).get_output_embeddings())
@@ -172,7 +177,11 @@ def _randomise(model: nn.Module, seed: int) -> None:
     }
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
+        for name, parameter in sorted(model.named_parameters()):
+            if name.rpartition(".")[2] == _DECAY_NAME:
+                first, last = map(math.log, _DECAY_RATES)
+                parameter.copy_(torch.linspace(first, last, parameter.numel()).view_as(parameter))
+                continue
             if parameter.ndim < 2:  # noqa: PLR2004 - a matrix has two axes
                 continue
             gain = _VOCABULARY_GAIN if id(parameter) in vocabulary else _MATRIX_GAIN

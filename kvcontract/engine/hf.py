@@ -10,25 +10,33 @@ import contextlib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from kvcontract.contract.errors import PluginFault, UsageFault, require
-from kvcontract.contract.executor import Attention, FieldRef, HfLayers, Limits, Step, StepOutput
-from kvcontract.contract.layout import FieldLayout, layout, space_key
-from kvcontract.contract.model import TOKEN_AXIS, Chunk, Full, Group, KvModel, Reach, Window
+from kvcontract.contract.executor import (
+    Attention,
+    Combined,
+    FieldRef,
+    HfLayers,
+    Limits,
+    Recurrent,
+    Step,
+    StepOutput,
+)
+from kvcontract.contract.layout import space_key
+from kvcontract.contract.model import KvModel, Reach
 from kvcontract.engine.arena_cache import ArenaField, IndexedLayer, PagedLayer, Rows, UnmappedLayer
+from kvcontract.engine.layer_map import LayerMap
 from kvcontract.engine.lora import Lora, read_lora
+from kvcontract.engine.slot_cache import CombinedLayer, Slot, SlotLayer
 from kvcontract.engine.step_check import SpaceBounds, check_step
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-# The kinds of transformers' own cache layers, by class name, that a paged layer stands in for.
-_SERVED_KINDS: Final = frozenset({"DynamicLayer", "DynamicIndexedLayer", "DynamicSlidingWindowLayer"})
 
 
 class HfExecutor:
@@ -63,24 +71,26 @@ class HfExecutor:
             )
         self._model = cast("Any", model)
         self._kv = kv
-        self._map = dict(layers.layers)
-        self._config = self._model.config.get_text_config(decoder=True)
-        self._layer_count = int(self._config.num_hidden_layers)
+        self._map = LayerMap(layers, kv)
+        config = self._model.config.get_text_config(decoder=True)
+        self._layer_count = int(config.num_hidden_layers)
         self._limits = Limits(
             max_requests=max_requests,
             max_tokens=max_tokens,
-            max_context_tokens=int(self._config.max_position_embeddings),
+            max_context_tokens=int(config.max_position_embeddings),
             vocab_size=int(self._model.get_output_embeddings().weight.shape[0]),
+            placeholder_ids=layers.placeholder_ids,
         )
         parameters = inspect.signature(self._model.forward).parameters
         # Renamed in transformers 5; the old name still works there, with a deprecation.
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         self._slices_logits = "logits_to_keep" in parameters
-        self._groups = _groups_by_arena(kv)
+        self._views: dict[FieldRef, Tensor] = {}
         self._fields: dict[FieldRef, ArenaField] = {}
         self._spaces: dict[str, SpaceBounds] = {}
+        self._slots: dict[str, int] = {}
         self._adapters: dict[str, Lora] = {}
-        faults = [*_map_faults(self._map, kv, self._layer_count), *self._kind_faults()]
+        faults = [*self._map.declaration_faults(self._layer_count), *self._map.kind_faults(config)]
         if faults:
             raise PluginFault("the generic executor cannot serve this model: " + "; ".join(faults))
 
@@ -92,30 +102,22 @@ class HfExecutor:
     def bind(self, views: Mapping[FieldRef, Tensor]) -> None:
         """Receive the arenas: per field a tensor [blocks, tokens, ...] with the field's axes in order.
 
+        Fields of bounded groups are [slots, ...].
+
         Raises:
             UsageFault: a view is missing, or has another shape, dtype or device; all are named.
         """
-        device = next(self._model.parameters()).device
-        declared = {
-            (field.arena, field.name): field
-            for space in layout(self._kv).spaces
-            for arena in space.arenas
-            for field in arena.fields
-        }
-        needed = {ref for entry in self._map.values() for ref in _refs(entry)}
-        faults = [f"{arena}.{name}: no view" for arena, name in sorted(needed - set(views))]
-        for ref in sorted(needed & set(views)):
-            faults += _view_faults(views[ref], declared[ref], device)
-        faults += _size_faults(self._kv, {ref: views[ref] for ref in needed & set(views)})
+        faults = self._map.view_faults(views, next(self._model.parameters()).device)
         if faults:
             raise UsageFault("cannot bind: " + "; ".join(faults))
-        fields = {(arena.name, field.name): field for arena in self._kv.arenas for field in arena.fields}
-        self._fields = {ref: ArenaField(views[ref], fields[ref]) for ref in needed}
+        self._views = {ref: views[ref] for ref in self._map.refs}
+        groups = {ref: self._map.groups[ref[0]] for ref in self._views}
+        paged = {ref: group for ref, group in groups.items() if group.kind == "paged"}
+        self._fields = {ref: ArenaField(views[ref], self._map.field(ref)) for ref in paged}
         self._spaces = {
-            space_key(group): SpaceBounds(group.reach, len(views[ref]))
-            for ref in needed
-            for group in [self._groups[ref[0]]]
+            space_key(group): SpaceBounds(group.reach, len(views[ref])) for ref, group in paged.items()
         }
+        self._slots = {group.name: len(views[ref]) for ref, group in groups.items() if ref not in paged}
 
     def read_adapter(self, folder: Path) -> Lora:
         """Read a LoRA adapter in the layout of PEFT: adapter_config.json, adapter_model.safetensors.
@@ -137,31 +139,36 @@ class HfExecutor:
     def forward(self, step: Step) -> StepOutput:
         """Run one step, request by request.
 
+        A slot is written once its request's pass has succeeded.
+
         Raises:
             UsageFault: nothing is bound.
-            InternalFault: the step does not fit the model, its pages or the limits; every fault is named.
+            InternalFault: the step does not fit the model, its memory or the limits; every fault is named.
+            PluginFault: a layer keeps other state than is declared.
         """
-        if not self._fields:
+        if not self._views:
             raise UsageFault("forward before bind: hand the arenas over first")
-        tables = {key: step.page_table[key] for key in self._spaces if key in step.page_table}
         check_step(
             step,
             limits=self._limits,
             page_tokens=self._kv.page_tokens,
             spaces=self._spaces,
+            slots=self._slots,
             adapters=self._adapters,
         )
         found = []
         for index in range(len(step.context_len)):
             begin, end = int(step.query_start[index]), int(step.query_start[index + 1])
             wanted = step.want[(step.want >= begin) & (step.want < end)] - begin
-            pages = {key: table[index] for key, table in tables.items()}
-            cache = self._cache(pages, int(step.context_len[index]), end - begin)
+            cache = self._cache(step, index)
             adapter = step.adapters[index] if step.adapters else None
             with (
                 contextlib.nullcontext() if adapter is None else self._adapters[adapter].applied(self._model)
             ):
                 found.append(self._run(step.token_ids[begin:end], step.positions[begin:end], wanted, cache))
+            for layer in cache.layers:
+                if isinstance(layer, SlotLayer):
+                    layer.store()
         return StepOutput(torch.cat(found))
 
     def _run(
@@ -181,127 +188,51 @@ class HfExecutor:
         logits: Tensor = output.logits[0]
         return logits if self._slices_logits else logits[rows]
 
-    def _cache(self, pages: Mapping[str, NDArray[np.int32]], context_len: int, tokens: int) -> Any:
-        """A Hugging Face cache over one request's pages, good for one forward pass."""
+    def _cache(self, step: Step, index: int) -> Any:
+        """A Hugging Face cache over one request's pages and slots, good for one forward pass."""
+        context_len = int(step.context_len[index])
         rows = {
             key: Rows.place(
-                pages[key],
+                step.page_table[key][index],
                 context_len=context_len,
-                tokens=tokens,
+                tokens=int(step.query_start[index + 1] - step.query_start[index]),
                 reach=bounds.reach,
                 page_tokens=self._kv.page_tokens,
-                device=next(iter(self._fields.values())).device,
+                device=next(iter(self._views.values())).device,
             )
             for key, bounds in self._spaces.items()
         }
-        layers = [
-            self._layer(self._map[index], rows) if index in self._map else UnmappedLayer(index)
-            for index in range(self._layer_count)
-        ]
+        slots = {name: int(step.slots[name][index]) for name in self._slots}
+        layers = []
+        for number in range(self._layer_count):
+            match self._map.entries.get(number):
+                case None:
+                    layers.append(UnmappedLayer(number))
+                case Attention() as entry:
+                    layers.append(self._paged(entry, rows))
+                case Recurrent() as entry:
+                    layers.append(SlotLayer(self._slot(number, entry, slots), context_len))
+                case Combined(attention, recurrent):
+                    own = self._rows(attention, rows)
+                    layers.append(CombinedLayer(self._slot(number, recurrent, slots), *own))
         return require("transformers.cache_utils", "hf").Cache(layers=layers)
 
-    def _layer(self, entry: Attention, rows: Mapping[str, Rows]) -> PagedLayer:
-        group = self._groups[entry.keys[0]]
-        own = rows[space_key(group)], group.reach, self._fields[entry.keys], self._fields[entry.values]
+    def _rows(self, entry: Attention, rows: Mapping[str, Rows]) -> tuple[Rows, Reach, ArenaField, ArenaField]:
+        group = self._map.groups[entry.keys[0]]
+        return rows[space_key(group)], group.reach, self._fields[entry.keys], self._fields[entry.values]
+
+    def _paged(self, entry: Attention, rows: Mapping[str, Rows]) -> PagedLayer:
+        own = self._rows(entry, rows)
         if entry.index_keys is None:
             return PagedLayer(*own)
-        index_rows = rows[space_key(self._groups[entry.index_keys[0]])]
+        index_rows = rows[space_key(self._map.groups[entry.index_keys[0]])]
         return IndexedLayer(*own, index_rows=index_rows, index_keys=self._fields[entry.index_keys])
 
-    def _kind_faults(self) -> list[str]:
-        """Where the model's own cache would keep other state than the map says."""
-        own = require("transformers", "hf").DynamicCache(config=self._config).layers
-        faults = []
-        for index, layer in enumerate(own):
-            entry, kind = self._map.get(index), type(layer).__name__
-            if kind == "DummyLayer":
-                continue
-            if kind not in _SERVED_KINDS:
-                faults.append(
-                    f"layer {index} keeps the state of a {kind}: served are {sorted(_SERVED_KINDS)}"
-                )
-            elif entry is None:
-                faults.append(f"layer {index} keeps the state of a {kind}, but HfLayers leaves it out")
-            elif entry.keys[0] in self._groups:
-                window = getattr(layer, "sliding_window", None)
-                faults += _reach_faults(index, self._groups[entry.keys[0]], window)
-        return faults
-
-
-def _groups_by_arena(kv: KvModel) -> dict[str, Group]:
-    groups = {group.name: group for group in kv.groups}
-    return {arena.name: groups[arena.group] for arena in kv.arenas}
-
-
-def _refs(entry: Attention) -> tuple[FieldRef, ...]:
-    return tuple(ref for ref in (entry.keys, entry.values, entry.index_keys) if ref is not None)
-
-
-def _map_faults(layers: Mapping[int, Attention], kv: KvModel, layer_count: int) -> list[str]:
-    """Where map and declaration do not fit."""
-    arenas = {arena.name: arena for arena in kv.arenas}
-    groups = _groups_by_arena(kv)
-    fields = {(arena.name, field.name): field for arena in kv.arenas for field in arena.fields}
-    faults = [
-        f"HfLayers names layer {index}; the model has {layer_count}"
-        for index in sorted(layers)
-        if not 0 <= index < layer_count
-    ]
-    for index, entry in sorted(layers.items()):
-        for ref in _refs(entry):
-            where = f"layer {index}, {ref[0]}.{ref[1]}"
-            if ref not in fields:
-                faults.append(f"{where}: not declared")
-                continue
-            group = groups[ref[0]]
-            if group.kind != "paged":
-                faults.append(f"{where}: attention rows in the {group.kind} group {group.name}")
-            if isinstance(group.reach, Window) and group.reach.sink_tokens:
-                faults.append(f"{where}: a window with sink tokens is not served")
-            if arenas[ref[0]].tokens_per_row != 1:
-                faults.append(f"{where}: {arenas[ref[0]].tokens_per_row} tokens a row, expected 1")
-            if fields[ref].scale is not None:
-                faults.append(f"{where}: scaled values need the plugin's own executor")
-        if len({groups[ref[0]].reach for ref in _refs(entry) if ref[0] in groups}) > 1:
-            faults.append(f"layer {index}: its fields belong to groups of different reach")
-    return faults
-
-
-def _reach_faults(index: int, group: Group, window: int | None) -> list[str]:
-    """A group may keep more than the model reads back, never less."""
-    reach: Reach = group.reach
-    kept = reach.tokens if isinstance(reach, Window | Chunk) else None
-    if isinstance(reach, Full) or kept == window:
-        return []
-    reads = "all earlier tokens" if window is None else f"a window of {window} tokens"
-    return [f"layer {index} reads {reads}; group {group.name} declares {reach.kind} of {kept}"]
-
-
-def _view_faults(view: Tensor, field: FieldLayout, device: torch.device) -> list[str]:
-    where = f"{field.arena}.{field.name}"
-    sizes = dict(zip(field.axes, field.shape, strict=True))
-    expected = (sizes.pop(TOKEN_AXIS), *sizes.values())
-    faults = []
-    if tuple(view.shape[1:]) != expected:
-        faults.append(
-            f"{where}: view of {list(view.shape)}, expected [blocks, {', '.join(map(str, expected))}]"
+    def _slot(self, layer: int, entry: Recurrent, slots: Mapping[str, int]) -> Slot:
+        (name,) = {self._map.groups[ref[0]].name for ref in entry.refs}
+        return Slot(
+            layer,
+            state=None if entry.state is None else self._views[entry.state][slots[name]],
+            conv=tuple(self._views[ref][slots[name]] for ref in entry.conv),
+            dtype=self._model.get_input_embeddings().weight.dtype,
         )
-    if str(view.dtype) != f"torch.{field.dtype}":
-        faults.append(f"{where}: view of {view.dtype}, declared {field.dtype}")
-    if view.device != device:
-        faults.append(f"{where}: view on {view.device}, the model on {device}")
-    return faults
-
-
-def _size_faults(kv: KvModel, views: Mapping[FieldRef, Tensor]) -> list[str]:
-    """Arenas of one space share block ids, so all must have as many blocks."""
-    groups = _groups_by_arena(kv)
-    blocks: dict[str, dict[int, list[str]]] = {}
-    for (arena, name), view in views.items():
-        blocks.setdefault(space_key(groups[arena]), {}).setdefault(len(view), []).append(f"{arena}.{name}")
-    return [
-        f"space {key}: fields of different numbers of blocks, "
-        + ", ".join(f"{count} in {names[0]}" for count, names in sorted(found.items()))
-        for key, found in blocks.items()
-        if len(found) > 1
-    ]

@@ -128,8 +128,8 @@ def check_prompt(tokens: TokenIds, max_new: int, limits: Limits, priority: int =
     """The prompt as int64[n].
 
     Raises:
-        UsageFault: empty, too long, token ids outside the vocabulary (D5), nothing to sample, or a priority
-            that is no integer; all named.
+        UsageFault: empty, too long, token ids outside the vocabulary (D5) or for what is no text, nothing to
+            sample, or a priority that is no integer; all named.
     """
     prompt = token_array(tokens).astype(np.int64)
     faults = []
@@ -149,6 +149,12 @@ def check_prompt(tokens: TokenIds, max_new: int, limits: Limits, priority: int =
         faults.append(
             f"token id {prompt[first]} at position {first}: expected 0 <= id < {limits.vocab_size}"
             f" ({len(outside)} such tokens)"
+        )
+    foreign = np.flatnonzero(np.isin(prompt, sorted(limits.placeholder_ids)))
+    if len(foreign):
+        first = int(foreign[0])
+        faults.append(
+            f"token id {prompt[first]} at position {first} stands for an image or a sound; expected text"
         )
     if faults:
         raise UsageFault("request refused: " + "; ".join(faults))

@@ -1,7 +1,7 @@
 """Judges one `Step` before a model runs it: every fault at once, with the numbers.
 
-A wrong page table would not crash: it would read another request's keys, or write over them.  So an executor
-checks what it is handed, in numpy, before the first byte moves.
+A wrong page table or slot would not crash: it would read another request's state, or write over it.  So an
+executor checks what it is handed, in numpy, before the first byte moves.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def check_step(
     limits: Limits,
     page_tokens: int,
     spaces: Mapping[str, SpaceBounds],
+    slots: Mapping[str, int],
     adapters: Collection[str] = (),
 ) -> None:
     """Raise `InternalFault` naming every fault of a step; do nothing if there is none.
@@ -45,6 +46,7 @@ def check_step(
         limits: what the executor can take.
         page_tokens: tokens of a page.
         spaces: the paged spaces of the model, by key.
+        slots: slots of each bounded group, by its name, slot 0 included.
         adapters: names of those that are loaded.
     """
     faults = _shape_faults(step)
@@ -54,6 +56,7 @@ def check_step(
             *_position_faults(step),
             *_want_faults(step),
             *_table_faults(step, page_tokens, spaces),
+            *_slot_faults(step, slots),
             *_adapter_faults(step, adapters),
         ]
     if faults:
@@ -174,4 +177,26 @@ def _row_faults(
             faults.append(
                 f"page {first // page_tokens + int(np.argmin(span != 0))} is padding but read or written"
             )
+    return faults
+
+
+def _slot_faults(step: Step, slots: Mapping[str, int]) -> list[str]:
+    faults = []
+    if missing := set(slots) - set(step.slots):
+        faults.append(f"slots for {sorted(step.slots)}: {sorted(missing)} missing")
+    requests = len(step.context_len)
+    for name, count in slots.items():
+        row = step.slots.get(name)
+        if row is None:
+            continue
+        if row.shape != (requests,):
+            faults.append(f"slots of {name} {row.shape}: expected ({requests},), one a request")
+            continue
+        outside = np.flatnonzero((row < 1) | (row >= count))
+        if len(outside):
+            request = outside[0]
+            faults.append(f"slot {row[request]} of {name}, request {request}: expected 1 <= slot < {count}")
+        if len(np.unique(row)) != requests:
+            # Live state has one owner (F1).
+            faults.append(f"slots of {name}: one stands twice in {row.tolist()}")
     return faults

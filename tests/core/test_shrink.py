@@ -121,3 +121,45 @@ def test_multi_axis_rotation_adds_up() -> None:
     small = shrink(config).config
     assert sum(small["rope_parameters"]["mrope_section"]) == small["head_dim"] // 8
     assert small["rope_parameters"]["partial_rotary_factor"] == 0.25
+
+
+def test_other_widths_of_full_layers_are_kept_apart() -> None:
+    """Wider global heads stay wider, and their own key/value heads divide the query heads."""
+    before = CONFIGS["gemma4-12b"]["text_config"]
+    after = text(shrink(CONFIGS["gemma4-12b"]).config)
+    assert after["layer_types"] == before["layer_types"][:6]
+    assert after["global_head_dim"] == 2 * after["head_dim"]
+    assert after["num_attention_heads"] == 2 * after["num_key_value_heads"]
+    assert after["num_attention_heads"] % after["num_global_key_value_heads"] == 0
+    four = shrink({**before, "num_global_key_value_heads": 4}).config
+    assert four["num_global_key_value_heads"] == 2
+
+
+def test_layers_that_share_keep_one_period_on_either_side() -> None:
+    """Of those that keep keys and values one period, and of those that share the last one."""
+    before = {**CONFIGS["gemma4-12b"]["text_config"], "num_kv_shared_layers": 18}
+    small = shrink(before).config
+    assert small["num_hidden_layers"] == 12
+    assert small["num_kv_shared_layers"] == 6
+    assert small["layer_types"] == before["layer_types"][:6] + before["layer_types"][-6:]
+    assert layer_count({**before, "num_kv_shared_layers": 0}) == 6
+
+
+def test_layers_spelt_out_one_by_one_are_made_small_too() -> None:
+    """`per_layer_config` follows its layers, in whatever way its keys are written."""
+    wide = {"head_dim": 512, "num_key_value_heads": 1}
+    before = {
+        **CONFIGS["gemma4-12b"]["text_config"],
+        "num_kv_shared_layers": 18,
+        "per_layer_config": {f"{index:02}": wide for index in range(5, 48, 6)},
+    }
+    small = shrink(before).config["per_layer_config"]
+    assert small == {index: {"head_dim": 64, "num_key_value_heads": 1} for index in ("5", "11")}
+
+
+def test_towers_for_what_is_no_text_are_left_out() -> None:
+    """They would be most of a small model's parameters, and keep nothing in its cache."""
+    config = {**CONFIGS["gemma4-12b"], "vision_config": {"hidden_size": 1152}, "audio_config": None}
+    small = shrink(config)
+    assert small.config["vision_config"] is None
+    assert small.changes["vision_config"] == ({"hidden_size": 1152}, None)

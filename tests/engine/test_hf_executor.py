@@ -309,7 +309,7 @@ def test_a_group_may_keep_more_than_the_model_reads() -> None:
         assert (runner.forward(step).logits - wanted).abs().max() < 1e-5
 
 
-def test_linear_state_is_refused_until_it_is_served() -> None:
+def test_linear_state_is_not_mapped_as_attention() -> None:
     """A layer with recurrent state is no attention layer: refused by kind, never run without its state."""
     config = {
         **CONFIGS["qwen3"],

@@ -21,11 +21,13 @@ from kvc_conformance.probes.declare import open_launch
 from kvcontract.contract.errors import InternalFault, KvContractError, PluginFault
 from kvcontract.contract.executor import (
     Attention,
+    Combined,
     Executor,
     FieldRef,
     HfLayers,
     Limits,
     OwnsArenas,
+    Recurrent,
     Step,
     StepOutput,
 )
@@ -183,15 +185,10 @@ def layer_map(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
     if not isinstance(runner, HfLayers):
         return Message(body)
     if not isinstance(runner.layers, Mapping) or not all(
-        isinstance(entry, Attention) for entry in runner.layers.values()
+        isinstance(entry, Attention | Recurrent | Combined) for entry in runner.layers.values()
     ):
-        raise PluginFault("HfLayers takes a mapping of layer number to Attention")
-    body["layers"] = [
-        [int(layer), *ref]
-        for layer, entry in runner.layers.items()
-        for ref in (entry.keys, entry.values, entry.index_keys)
-        if ref is not None
-    ]
+        raise PluginFault("HfLayers takes a mapping of layer number to Attention, Recurrent or Combined")
+    body["layers"] = [[int(layer), *ref] for layer, entry in runner.layers.items() for ref in entry.refs]
     return Message({**body, "where": _line(getattr(opened.plugin.module, "kvc_executor", None))})
 
 
