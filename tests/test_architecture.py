@@ -100,7 +100,9 @@ def loaded_after(code: str) -> set[str]:
     [
         ("import kvcontract", {"torch", "pydantic", "numba", "numpy", "pluggy"}),
         ("from kvcontract import KvModel, hookimpl", {"torch", "numba", "numpy", "transformers"}),
+        ("import kvc_gemma4", {"torch", "numba", "transformers"}),
         ("import kvc_qwen3", {"torch", "numba", "transformers"}),
+        ("import kvc_qwen35", {"torch", "numba", "transformers"}),
         ("from kvcontract import BlockPool, Keyer", {"torch", "numba", "transformers"}),
         ("import kvcontract.tiers.dram", {"torch", "numba", "transformers"}),
         ("import kvcontract.cli.main as m; m.main(['--help'])", {"torch", "numba", "transformers"}),

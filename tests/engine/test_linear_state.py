@@ -231,3 +231,13 @@ def test_e8_views_of_slots_are_judged_like_those_of_pages() -> None:
         "space slots-state: fields of different numbers of blocks",
     ):
         assert part in str(fault.value)
+
+
+def test_index_keys_beside_linear_attention_are_refused() -> None:
+    """No layer of transformers keeps both."""
+    case = linear("falcon_h1")
+    entry = case.layers.layers[0]
+    assert isinstance(entry, Combined)
+    wrong = replace(entry, attention=replace(entry.attention, index_keys=("kv-0", "k")))
+    with pytest.raises(PluginFault, match="layer 0: index keys beside linear attention are not served"):
+        HfExecutor(case.model, changed(case, 0, wrong).layers, case.kv)

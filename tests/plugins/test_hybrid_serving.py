@@ -10,7 +10,9 @@ from declared import config, small
 from driving import Rig, fill, prompt, reference, same
 from torch import Tensor
 
-from kvcontract.contract.executor import Recurrent
+from kvcontract.contract.errors import PluginFault
+from kvcontract.contract.executor import HfLayers, Recurrent
+from kvcontract.engine.hf import HfExecutor
 
 SPLIT = [70, 33, 1, 1, 64, 1, 2, 5, 1, 1]
 """Chunked prefill, then single tokens; boundaries on and off multiples of pages and kernel chunks."""
@@ -191,3 +193,11 @@ def test_small_models_have_every_kind_of_layer(name: str, kept: list[str]) -> No
     entries = [case.layers.layers.get(i) for i in range(len(kept))]
     assert [groups[entry.refs[0][0]] if entry else "none" for entry in entries] == kept
     assert case.model.config.get_text_config().num_hidden_layers == len(kept)
+
+
+def test_layers_that_share_are_not_mapped() -> None:
+    """A layer that keeps nothing of its own has no arena to be mapped to; left out, all is well."""
+    case = small(*CONFIGS["gemma4-sharing"], dtype="float32", page_tokens=16)
+    entries = {**case.layers.layers, 7: case.layers.layers[0]}
+    with pytest.raises(PluginFault, match="layer 7 keeps nothing of its own, but HfLayers maps it"):
+        HfExecutor(case.model, HfLayers(entries), case.kv)
