@@ -33,6 +33,10 @@ class Checkpoints:
         """Where a step over known tokens from `start` that could reach `end` is to end."""
         return next((position for position in self.stops if start < position < end), end)
 
+    def branches(self, prompt_tokens: int) -> tuple[int, ...]:
+        """Those of the stops at which others are known, or expected, to go another way."""
+        return tuple(stop for stop in self.stops if stop + self.granule_tokens <= prompt_tokens)
+
     def wanted(self, position: int, last: int, *, decoding: bool) -> bool:
         """Whether there is to be a checkpoint where a step has ended.
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,6 +30,9 @@ from kvcontract.pool.request import RequestKv
 from kvcontract.store.rank import Rank
 from kvcontract.store.stats import Tally
 from kvcontract.store.workers import Crew
+
+KEPT_NAMES: Final = 4096
+"""Boundaries of which it is remembered how many requests began there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +82,7 @@ class Snapshots:
         self._tally = tally
         self._lock = threading.Lock()
         self._taken: WeakKeyDictionary[RequestKv, list[Checkpoint]] = WeakKeyDictionary()
+        self._shared: dict[bytes, int] = {}  # by name, how many requests began from a boundary
 
     def of(self, req: RequestKv) -> list[Checkpoint]:
         """Those of a request, in order."""
@@ -107,12 +112,33 @@ class Snapshots:
         self._tally.count("checkpoints_taken")
         with self._lock:
             kept = self._taken.setdefault(req, [])
-            old = kept.pop() if kept and kept[-1].rolling and rolling else None
+            if kept and kept[-1].rolling and rolling:
+                kept.pop()
             kept.append(made)
-        if old is not None:
+        self._outlived(rank, req, [item.boundary for item in taken])
+
+    def _outlived(self, rank: Rank, req: RequestKv, earlier: list[int]) -> None:
+        """A deeper checkpoint of one prompt makes others worth less, where nobody else leaves it (B14)."""
+        size, apart = rank.pool.page_tokens, req.checkpoints.branches(req.prompt_len)
+        for boundary in apart:
+            if boundary == req.committed_tokens:
+                self._begun(req.keys[boundary // size - 1], 2)
+        if not earlier and req.hit_tokens and self._begun(req.keys[req.hit_tokens // size - 1], 1) == 1:
+            earlier = [req.hit_tokens]
+        pages = [boundary // size - 1 for boundary in earlier if boundary not in apart]
+        if pages:
             for side in rank.pool.sides.slots:
-                if side.key in old.by_space:
-                    side.pool.demote(old.by_space[side.key].blocks.ravel())
+                side.pool.demote(req.keys[pages])
+
+    def _begun(self, key: Keys, requests: int) -> int:
+        """So many requests more have begun, or will, at a boundary (uint64[2]); how many in all."""
+        name = key.tobytes()
+        with self._lock:
+            count = self._shared.pop(name, 0) + requests
+            self._shared[name] = count
+            while len(self._shared) > KEPT_NAMES:
+                del self._shared[next(iter(self._shared))]
+        return count
 
     def _made(self, rank: Rank, req: RequestKv, boundary: int, *, rolling: bool) -> Checkpoint | None:
         """Copy what is to be copied, and say where it is."""
