@@ -34,7 +34,7 @@ from kvcontract.engine.adapters import Adapters
 from kvcontract.engine.admission import Admission
 from kvcontract.engine.control import CLOSED, Control
 from kvcontract.engine.drafter import Drafter
-from kvcontract.engine.fit import refuse_unfit
+from kvcontract.engine.fit import emits_all, refuse_unfit
 from kvcontract.engine.intake import Intake
 from kvcontract.engine.loop import EngineLoop
 from kvcontract.engine.operations import Controls
@@ -121,7 +121,8 @@ class Engine(Controls):
         self._intake = Intake(store, rank, self._wake, self._loop)
         sizes = self.max_batch_tokens, self.max_chunk_tokens, self.max_requests
         machine = Machine(executor, store, self.bindings, drafter, *sizes)
-        line = Admission.of(pool, self.keyer, checkpoints, limits.vocab_size)
+        interior = emits_all(executor, pool.sides)
+        line = Admission.of(pool, self.keyer, checkpoints, limits.vocab_size, interior=interior)
         self._scheduler = Scheduler(machine, line, self._begin, self._end)
         self._forget_pool = pool.on_release(self._wake.set)
 

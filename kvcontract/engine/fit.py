@@ -5,12 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.contract.executor import Limits
+from kvcontract.contract.executor import EmitsSnapshots, Executor, Limits
 from kvcontract.contract.layout import layout
 from kvcontract.pool.request import FULL
+from kvcontract.pool.sides import Sides
 
 if TYPE_CHECKING:
     from kvcontract.engine.engine import Engine
+
+
+def emits_all(executor: Executor, sides: Sides) -> bool:
+    """Whether an executor can write every state inside a step, wherever a checkpoint may be wanted.
+
+    A window's pages before such a position may be let go with the step, so a model that has windows is cut.
+    """
+    if not isinstance(executor, EmitsSnapshots) or sides.windows or not sides.slots:
+        return False
+    emits = executor.emits
+    return all(
+        side.group in emits and sides.granule_tokens % emits[side.group] == 0
+        for side in sides.slots
+        if side.stored
+    )
 
 
 def refuse_unfit(engine: Engine, limits: Limits) -> None:

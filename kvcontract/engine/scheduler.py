@@ -271,6 +271,7 @@ class Scheduler:
         if item.request.branches and not item.prefilling:
             self._branches(item, logits[-1])
         fresh = item.kv.registered > item.sealed_pages or item.kv.checkpoint is not None
+        fresh = fresh or bool(item.kv.beside.emitted)
         if self._machine.store is not None and fresh:
             self._machine.store.seal(item.kv, after=written(logits.device))
             item.sealed_pages = item.kv.registered

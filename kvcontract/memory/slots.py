@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -27,15 +27,20 @@ def copy_slots(
     Returns:
         Events of the devices, after which the copies are complete; none where they are already.
     """
-    events: list[StreamEvent] = []
     for memory in workers:
-        devices = set()
         for space, wanted in pairs.items():
             memory[space].copy_blocks(wanted)
-            devices.add(memory[space].device)
-        for device in devices:
-            if device.type == "cuda":
-                event: StreamEvent = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
-                event.record(torch.cuda.current_stream(device))  # type: ignore[attr-defined] # see engine/batch
-                events.append(event)
+    return written(workers, pairs)
+
+
+def written(workers: Sequence[Mapping[str, Binding]], spaces: Iterable[str]) -> tuple[StreamEvent, ...]:
+    """Events after which all that is queued by now has been written in some spaces; none on the host."""
+    wanted = list(spaces)
+    devices = {memory[space].device for memory in workers for space in wanted}
+    events: list[StreamEvent] = []
+    for device in sorted(devices, key=str):
+        if device.type == "cuda":
+            event: StreamEvent = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
+            event.record(torch.cuda.current_stream(device))  # type: ignore[attr-defined] # see engine/batch
+            events.append(event)
     return tuple(events)

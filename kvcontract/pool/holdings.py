@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.pool.handles import Entitlement, Never
+from kvcontract.pool.handles import Entitlement, Never, Reservation
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.media import NO_MEDIA, Media
 from kvcontract.pool.side import Flags, SideHold
@@ -207,6 +207,8 @@ class Holdings:
     Attributes:
         copies: (source, target) blocks to copy before the first step, by space.
         pinned: their sources in requests that go on, by space.
+        staged: slots that the outstanding step writes a state to, by position and space.
+        emitted: the same of a step that is done, until somebody names them.
         parent: of a branch that has not copied yet.
         read_by_a_branch: how many branches have not copied yet what this one would rewrite.
     """
@@ -215,6 +217,8 @@ class Holdings:
         self._sides = sides
         self.copies: dict[str, Pairs] = {}
         self.pinned: dict[str, Pages] = {}
+        self.staged: dict[int, dict[str, Reservation]] = {}
+        self.emitted: dict[int, dict[str, Reservation]] = {}
         self.parent: Holdings | None = None
         self.read_by_a_branch = 0
         self.windows = [WindowView(side, promises[side.key], pages) for side in sides.windows]
@@ -301,6 +305,34 @@ class Holdings:
             self.parent.read_by_a_branch -= 1
             self.parent = None
 
+    def stage(self, positions: Sequence[int]) -> dict[str, Pairs]:
+        """Slots for states inside the next step, by group; as many positions as there is room for (F6)."""
+        self.unstage()
+        found: dict[str, list[tuple[int, int]]] = {}
+        for position in positions:
+            mine: dict[str, Reservation] = {}
+            for view in (view for view in self.slots if view.side.stored):
+                kept = view.side.pool.reserve(1)
+                if kept is None:
+                    _let_go(mine)
+                    return {group: tuple(pairs) for group, pairs in found.items()}
+                mine[view.key] = kept
+            self.staged[position] = mine
+            for view in (view for view in self.slots if view.key in mine):
+                pair = position, int(mine[view.key].pages[0])
+                found.setdefault(view.side.group, []).append(pair)
+        return {group: tuple(pairs) for group, pairs in found.items()}
+
+    def ran(self) -> None:
+        """The step is done: what it was to write is written."""
+        self.emitted, self.staged = self.staged, {}
+
+    def unstage(self) -> None:
+        """Nobody has named them, or the step came to nothing (F3)."""
+        for kept in (self.staged, self.emitted):
+            while kept:
+                _let_go(kept.popitem()[1])
+
     def tables(self, pages: int) -> dict[str, Pages]:
         """Page table of each windowed space, int32 [pages]: drawn, where they were not."""
         for window in self.windows:
@@ -342,8 +374,16 @@ class Holdings:
         """Give everything back."""
         with ExitStack() as end:
             end.callback(self.copied)
+            end.callback(self.unstage)
             for view in self.views:
                 end.callback(view.entitlement.release)
+
+
+def _let_go(reservations: dict[str, Reservation]) -> None:
+    while reservations:
+        _, kept = reservations.popitem()
+        if kept.live:
+            kept.release()
 
 
 def pairs(sources: Pages, targets: npt.NDArray[np.integer[Any]]) -> Pairs:

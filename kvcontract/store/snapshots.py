@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -21,9 +22,8 @@ from numpy.typing import NDArray
 from kvcontract.core.lane import Urgency
 from kvcontract.core.pending import report_uncaught
 from kvcontract.memory.device import StreamEvent
-from kvcontract.memory.slots import copy_slots
+from kvcontract.memory.slots import copy_slots, written
 from kvcontract.pool.handles import Reservation
-from kvcontract.pool.holdings import SlotView
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.keys import Keyer
 from kvcontract.pool.request import RequestKv
@@ -67,6 +67,10 @@ class Checkpoint:
     after: tuple[StreamEvent, ...] = ()
 
 
+Slots = tuple[dict[str, tuple[int, int]], tuple[StreamEvent, ...]]
+"""By space a snapshot and the generation of its occupant; events after which they are complete."""
+
+
 class Snapshots:
     """Takes checkpoints, and remembers those of every request that goes on.
 
@@ -90,19 +94,29 @@ class Snapshots:
             return list(self._taken.get(req, ()))
 
     def take(self, rank: Rank, req: RequestKv) -> None:
-        """A checkpoint where the request stands, if one is wanted there and was not taken.
+        """Checkpoints that the last step has written, and one where the request stands, if one is wanted.
 
-        Never raises for what befalls it.
+        Never raises for what befalls them: a checkpoint is a chance, not a duty.
         """
-        boundary, taken = req.checkpoint, self.of(req)
-        if boundary is None or boundary != req.committed_tokens or req.released:
+        if req.released:
             return
-        if taken and taken[-1].boundary >= boundary:
+        for position in sorted(req.beside.emitted):
+            slots = req.beside.emitted.pop(position)
+            self._kept(rank, req, position, partial(self._emitted, rank, req, position, slots))
+        boundary = req.checkpoint
+        if boundary is None or boundary != req.committed_tokens:
             return
-        rolling = req.new_tokens > 0 and boundary > req.prompt_len
+        taken = self.of(req)
+        if not taken or taken[-1].boundary < boundary:
+            self._kept(rank, req, boundary, partial(self._snapshot, rank, req, boundary))
+
+    def _kept(self, rank: Rank, req: RequestKv, boundary: int, slots: Callable[[], Slots | None]) -> None:
+        """Make a checkpoint, and remember it."""
+        taken, rolling = self.of(req), req.new_tokens > 0 and boundary > req.prompt_len
         try:
-            made = self._made(rank, req, boundary, rolling=rolling)
-        except Exception as error:  # noqa: BLE001 - reported; a checkpoint is a chance, not a duty
+            found = slots()
+            made = None if found is None else self._made(rank, req, boundary, *found, rolling=rolling)
+        except Exception as error:  # noqa: BLE001 - reported
             self._tally.count("checkpoints_failed")
             report_uncaught(error)
             return
@@ -115,17 +129,16 @@ class Snapshots:
             if kept and kept[-1].rolling and rolling:
                 kept.pop()
             kept.append(made)
-        self._outlived(rank, req, [item.boundary for item in taken])
+        self._outlived(rank, req, [item.boundary for item in taken], boundary)
 
-    def _outlived(self, rank: Rank, req: RequestKv, earlier: list[int]) -> None:
+    def _outlived(self, rank: Rank, req: RequestKv, earlier: list[int], boundary: int) -> None:
         """A deeper checkpoint of one prompt makes others worth less, where nobody else leaves it (B14)."""
         size, apart = rank.pool.page_tokens, req.checkpoints.branches(req.prompt_len)
-        for boundary in apart:
-            if boundary == req.committed_tokens:
-                self._begun(req.keys[boundary // size - 1], 2)
+        if boundary in apart:
+            self._begun(req.keys[boundary // size - 1], 2)
         if not earlier and req.hit_tokens and self._begun(req.keys[req.hit_tokens // size - 1], 1) == 1:
             earlier = [req.hit_tokens]
-        pages = [boundary // size - 1 for boundary in earlier if boundary not in apart]
+        pages = [position // size - 1 for position in earlier if position not in apart]
         if pages:
             for side in rank.pool.sides.slots:
                 side.pool.demote(req.keys[pages])
@@ -140,8 +153,26 @@ class Snapshots:
                 del self._shared[next(iter(self._shared))]
         return count
 
-    def _made(self, rank: Rank, req: RequestKv, boundary: int, *, rolling: bool) -> Checkpoint | None:
-        """Copy what is to be copied, and say where it is."""
+    def _made(
+        self,
+        rank: Rank,
+        req: RequestKv,
+        boundary: int,
+        slots: Mapping[str, tuple[int, int]],
+        after: tuple[StreamEvent, ...],
+        *,
+        rolling: bool,
+    ) -> Checkpoint:
+        """What there is of a checkpoint, and where.
+
+        Args:
+            rank: of the request.
+            req: the request.
+            boundary: token position.
+            slots: by space, a snapshot and the generation of its occupant.
+            after: events after which they are complete.
+            rolling: see `Checkpoint`.
+        """
         size, step = rank.pool.page_tokens, self._keyer.page_tokens // rank.pool.page_tokens
         pages, records = boundary // size, req.record_keys(self._keyer)
         found: dict[str, Artefact] = {}
@@ -150,63 +181,62 @@ class Snapshots:
             whole = blocks.reshape(-1, step)
             names = records[numbers.reshape(-1, step)[:, -1] // step]
             found[key] = Artefact(names, whole.copy(), generation[whole])
-        slots = self._snapshot(rank, req, pages)
-        if slots is None:
-            return None
-        blocks_of, after = slots
         last = records[pages // step - 1 : pages // step]
-        for key, (block, generation_of) in blocks_of.items():
-            found[key] = Artefact(last, np.array([[block]], np.int32), np.array([[generation_of]], np.uint32))
+        for key, (block, occupant) in slots.items():
+            found[key] = Artefact(last, np.array([[block]], np.int32), np.array([[occupant]], np.uint32))
         return Checkpoint(boundary, rolling, found, after)
 
-    def _snapshot(
-        self, rank: Rank, req: RequestKv, pages: int
-    ) -> tuple[dict[str, tuple[int, int]], tuple[StreamEvent, ...]] | None:
+    def _snapshot(self, rank: Rank, req: RequestKv, boundary: int) -> Slots | None:
         """Copy every live slot of a request; where the copies are, or None without room for all."""
+        pages = boundary // rank.pool.page_tokens
         name = req.keys[pages - 1 : pages].copy()
         found: dict[str, tuple[int, int]] = {}
         with ExitStack() as undo:
-            staged: list[tuple[SlotView, Reservation]] = []
+            staged: dict[str, Reservation] = {}
             for view in (view for view in req.beside.slots if view.side.stored):
-                pool = view.side.pool
-                there = pool.hold(name)
+                there = view.side.pool.hold(name)
                 if there is not None:  # another request has been here
                     with there:
                         block = int(there.pages[0])
-                        found[view.key] = block, int(pool.generation[block])
+                        found[view.key] = block, int(view.side.pool.generation[block])
                     continue
-                reserved = pool.reserve(1)
+                reserved = view.side.pool.reserve(1)
                 if reserved is None:
                     return None
-                staged.append((view, undo.enter_context(reserved)))
-            pairs = {view.key: [(view.slot, int(kept.pages[0]))] for view, kept in staged}
+                staged[view.key] = undo.enter_context(reserved)
+            live = {view.key: view.slot for view in req.beside.slots}
+            pairs = {key: [(live[key], int(kept.pages[0]))] for key, kept in staged.items()}
             after = copy_slots(rank.memory, pairs)
-            for view, kept in staged:
-                block = int(kept.pages[0])
-                found[view.key] = block, int(view.side.pool.generation[block])
             undo.pop_all()
-        self._publish(rank, staged, name, after)
-        return found, after
+        return found | self._published(rank, staged, name, after), after
 
-    def _publish(
-        self,
-        rank: Rank,
-        staged: list[tuple[SlotView, Reservation]],
-        name: Keys,
-        after: tuple[StreamEvent, ...],
-    ) -> None:
-        """Let the copies be found, once they are complete (F2)."""
+    def _emitted(self, rank: Rank, req: RequestKv, boundary: int, slots: dict[str, Reservation]) -> Slots:
+        """What the step itself has written."""
+        pages = boundary // rank.pool.page_tokens
+        after = written(rank.memory, slots)
+        return self._published(rank, slots, req.keys[pages - 1 : pages].copy(), after), after
+
+    def _published(
+        self, rank: Rank, staged: Mapping[str, Reservation], name: Keys, after: tuple[StreamEvent, ...]
+    ) -> dict[str, tuple[int, int]]:
+        """Let slots be found, once they are complete (F2); where they are, and of which occupant."""
+        pools = {side.key: side.pool for side in rank.pool.sides.slots}
+        found = {
+            key: (block := int(kept.pages[0]), int(pools[key].generation[block]))
+            for key, kept in staged.items()
+        }
 
         def publish() -> None:
             for event in after:
                 event.synchronize()
-            for view, kept in staged:
-                view.side.pool.commit(kept, name).release()
+            for key, kept in staged.items():
+                pools[key].commit(kept, name).release()
 
-        if not after:
+        if after:
+            self._crews[rank.name].members[0].lane.submit(_told(publish), Urgency.RESTORE)
+        else:
             publish()
-            return
-        self._crews[rank.name].members[0].lane.submit(_told(publish), Urgency.RESTORE)
+        return found
 
 
 def _told(work: Callable[[], None]) -> Callable[[], None]:
