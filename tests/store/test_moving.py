@@ -51,6 +51,7 @@ class HostMover:
     """A mover over pages in host memory that copies in a lane, as a device does in its streams."""
 
     allocate: Allocate | None = None
+    remote = True
 
     def __init__(self, lane: Lane) -> None:
         self.lane, self.fails = lane, False
