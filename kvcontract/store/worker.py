@@ -6,8 +6,9 @@ address and length to a tier.  Loading is the same backwards, and nothing is rep
 every segment have been checked as they landed (E7).  Pages of a record whose code is not OK hold undefined
 bytes.
 
-Pages on a device are copied by a mover, several batches at a time, straight between them and the memory of a
-tier that lends it.
+Between pages and the memory of a tier that lends it, a mover copies straight, and sums as it goes: in threads
+where pages lie in host memory, beside a device in its streams, several batches at a time.  Other tiers reach
+pages in host memory themselves; what lies on a device, is converted or encrypted passes through staging.
 """
 
 from __future__ import annotations
