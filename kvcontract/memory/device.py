@@ -149,9 +149,11 @@ class DeviceMover:
 
     Attributes:
         allocate: where host memory comes from that it is quick with.
+        remote: yes; nobody else reaches the pages.
     """
 
     allocate: Allocate | None = staticmethod(pinned_memory)
+    remote = True
 
     def __init__(
         self,
