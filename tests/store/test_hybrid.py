@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,16 @@ from kvcontract.store.policy import KvPrefix
 from kvcontract.tiers.base import Code, Codes
 from kvcontract.tiers.disk import DiskTier
 
+KINDS = ("windowed", "hybrid")
+"""What the tests here run with."""
+
 TOKENS = prompt(6)
 
 
-@pytest.fixture(autouse=True, params=["windowed", "hybrid"])
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture
+def kind(model_kind: str) -> str:
     """What the models keep."""
-    before, bench_store.kind = bench_store.kind, request.param
-    yield request.param
-    bench_store.kind = before
+    return model_kind
 
 
 def hit(s: Setup, tokens: list[int] = TOKENS, **policy: Any) -> int:
