@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 def emits_all(executor: Executor, sides: Sides) -> bool:
     """Whether an executor can write every state inside a step, wherever a checkpoint may be wanted.
 
-    A window's pages before such a position may be let go with the step, so a model that has windows is cut.
+    A window's pages before such a position may be let go with the step, so a model that has windows is cut;
+    and so is one whose snapshots have another form than what a kernel writes.
     """
-    if not isinstance(executor, EmitsSnapshots) or sides.windows or not sides.slots:
+    narrow = any(side.narrow is not None for side in sides.slots)
+    if not isinstance(executor, EmitsSnapshots) or sides.windows or not sides.slots or narrow:
         return False
     emits = executor.emits
     return all(

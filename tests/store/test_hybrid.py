@@ -301,7 +301,7 @@ def test_f1_f3_a_copy_that_fails_publishes_nothing(monkeypatch: pytest.MonkeyPat
             raise RuntimeError("the copy failed")
 
         told: list[BaseException] = []
-        monkeypatch.setattr(snapshots, "copy_slots", broken)
+        monkeypatch.setattr(snapshots, "take_snapshots", broken)
         monkeypatch.setattr(snapshots, "report_uncaught", told.append)
         req = s.compute(TOKENS)
         monkeypatch.undo()
