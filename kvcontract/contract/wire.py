@@ -19,7 +19,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from kvcontract.contract.layout import ArenaLayout, arena_layout, cut_axes, held
 from kvcontract.contract.model import Arena, Full, Group, KvModel
-from kvcontract.contract.snapshot import kept_key, narrowed
+from kvcontract.contract.snapshot import as_kept, is_paged, kept, kept_key
 
 SEGMENT_BYTES: Final = 512 * 1024
 """A record's segment is a run of whole layers of about this many bytes."""
@@ -96,7 +96,7 @@ def parts(model: KvModel) -> tuple[Part, ...]:
     Groups that are never saved are in none.
     """
     saved = [group for group in model.groups if group.restore == "stored" and group.kind != "static"]
-    common = [group for group in saved if group.kind == "paged" and not group.optional]
+    common = [group for group in saved if is_paged(group) and not group.optional]
     named = [group for group in saved if group not in common]
     reaches = sorted({group.reach.key: group.reach for group in common}.items(), key=_reach_order)
     found = [
@@ -129,7 +129,7 @@ def wire_arenas(model: KvModel) -> tuple[Arena, ...]:
         return model.repack.arenas
     groups = {group.name: group for group in model.groups}
     return tuple(
-        narrowed(arena, groups[arena.group]) if arena.group in groups else arena for arena in model.arenas
+        kept(arena, groups[arena.group]) if arena.group in groups else arena for arena in model.arenas
     )
 
 
@@ -154,7 +154,7 @@ def wire_record(model: KvModel, part: Part, shard: int = 0, shards: int = 1) -> 
         for field in fields:
             span = ranges[field.name, field.shard_axis] if field.shard_axis else None
             cuts[arena.name, field.name] = (field.shard_axis, *span) if field.shard_axis and span else None
-        tokens = model.record_tokens if groups[arena.group].kind == "paged" else None
+        tokens = model.record_tokens if is_paged(groups[arena.group]) else None
         sizes = {name: span[1] - span[0] for name, span in ranges.items()}
         dense = arena.model_copy(update={"fields": fields, "stride_multiple_bytes": 1, "align_bytes": 1})
         placed.append(arena_layout(dense, tokens=tokens, sizes=sizes, offset_bytes=end))
@@ -214,7 +214,7 @@ def identity_document(model: KvModel, groups: Iterable[str]) -> dict[str, Any]:
         "numerics": model.numerics,
         "record_tokens": model.record_tokens,
         "groups": [
-            group.model_dump(mode="json", exclude={"optional", "restore", "snapshot_bound"})
+            as_kept(group).model_dump(mode="json", exclude={"optional", "restore", "snapshot_bound"})
             for group in members
         ],
         "arenas": [

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
+from kvcontract.contract.model import TOKEN_AXIS
 from kvcontract.contract.snapshot import live_key
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.device import StreamEvent
@@ -52,9 +54,21 @@ def _copy(source: Binding, target: Binding, pairs: Pairs) -> None:
         for pair in pairs:
             source.copy_blocks([pair])
         return
-    for name, view in target.views.items():
+    fields = {(field.arena, field.name): field for arena in source.space.arenas for field in arena.fields}
+    for name, field in fields.items():
+        here, there = source.views[name], target.views[name]
+        axis = field.axes.index(TOKEN_AXIS) if TOKEN_AXIS in field.axes else None
         for first, second in pairs:
-            view[second].copy_(source.views[name][first])
+            _place(there, second, axis, here).copy_(_place(here, first, axis, there))
+
+
+def _place(view: Tensor, number: int, axis: int | None, other: Tensor) -> Tensor:
+    """One block; of a ring, which has more rows than the other side, one page of one of its slots."""
+    rows = 0 if axis is None else other.shape[axis + 1]
+    if axis is None or view.shape[axis + 1] <= rows:
+        return view[number]
+    slot, page = divmod(number, view.shape[axis + 1] // rows)
+    return view[slot].narrow(axis, page * rows, rows)
 
 
 def written(workers: Sequence[Mapping[str, Binding]], spaces: Iterable[str]) -> tuple[StreamEvent, ...]:

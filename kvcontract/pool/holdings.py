@@ -189,6 +189,13 @@ class SlotView:
         """Of the space."""
         return self.side.key
 
+    def places(self, pages: int) -> npt.NDArray[np.int64]:
+        """Where lies what a boundary of so many pages needs: the slot, or of a ring, pages of it."""
+        rows = self.side.ring_pages
+        return self.slot * rows + (
+            self.side.needed(pages) % rows if self.side.window else np.zeros(1, np.int64)
+        )
+
     def release(self) -> None:
         """Give the slot back, and the snapshot."""
         if self.source is not None:
@@ -287,7 +294,7 @@ class Holdings:
             key = view.side.index.key
             view.source = by_key.pop(key, None)
             if view.source is not None:
-                self.copies[key] = pairs(view.source.pages, np.array([view.slot]))
+                self.copies[key] = pairs(view.source.pages, view.places(pages))
 
     @property
     def live_slots(self) -> dict[str, int]:

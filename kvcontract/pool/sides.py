@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import space_key
-from kvcontract.contract.model import Chunk, Full, KvModel, Window
-from kvcontract.contract.snapshot import kept_key, narrows
+from kvcontract.contract.model import Chunk, Full, Group, KvModel, Window
+from kvcontract.contract.snapshot import kept_key, ring_rows
 from kvcontract.pool.side import Flags, SidePool
 
 Boundaries = npt.NDArray[np.int64]
@@ -101,9 +101,11 @@ class Slotted:
     Attributes:
         pool: their blocks.
         group: name of the group.
-        narrow: the snapshots' own blocks, where they have another form than the live slots.
         boundary_tokens: snapshots are taken at multiples of this.
         stored: whether there are snapshots at all.
+        narrow: what is kept, in blocks of its own, where that has another form than the live slots.
+        window: of a ring, which is kept in pages: the rule of those.
+        ring_pages: of a ring, how many pages its rows are.
     """
 
     pool: SidePool
@@ -111,6 +113,8 @@ class Slotted:
     boundary_tokens: int = 1
     stored: bool = True
     narrow: SidePool | None = None
+    window: Windowed | None = None
+    ring_pages: int = 1
 
     @property
     def key(self) -> str:
@@ -127,11 +131,15 @@ class Slotted:
         return min(pages, 1)
 
     def needed(self, pages: int) -> npt.NDArray[np.int64]:
-        """Of all snapshots the one at the boundary, named like the page before it; none at 0."""
+        """Of all snapshots the one at the boundary, named like the page before it; of a ring, its pages."""
+        if self.window is not None:
+            return self.window.needed(pages)
         return np.arange(max(0, pages - 1), pages) if self.stored else np.arange(0)
 
     def covered(self, present: Flags) -> Flags:
         """As `Windowed.covered`; `present`: at the end of which pages there is a snapshot."""
+        if self.window is not None:
+            return self.window.covered(present)
         return np.concatenate([[True], present]) if self.stored else np.ones(len(present) + 1, np.bool_)
 
 
@@ -191,16 +199,11 @@ def make_sides(
     windows, slots, least = [], [], dict[str, int]()
     for group in model.groups:
         key = space_key(group)
-        if key in least or isinstance(group.reach, Full) is (group.kind == "paged"):
+        if key in least or (group.kind == "paged" and isinstance(group.reach, Full)):
             continue
         pool = SidePool(key, max(2, blocks.get(key, 0)), model.page_tokens, retention=retention)
-        if isinstance(group.reach, Full):
-            stored, narrow = group.restore == "stored" and model.prefix_caching, None
-            least[key] = 3 if stored and not narrows(group) else 2
-            if stored and narrows(group):
-                kept, least[kept_key(group)] = kept_key(group), 2
-                narrow = SidePool(kept, max(2, blocks.get(kept, 0)), model.page_tokens, retention=retention)
-            slots.append(Slotted(pool, group.name, group.boundary_tokens or 1, stored, narrow))
+        if group.kind == "bounded" or isinstance(group.reach, Full):
+            slots.append(_slotted(model, group, pool, blocks, least, retention=retention))
         else:
             windows.append(Windowed(pool, group.reach, max_step_tokens, model.record_pages))
             least[key] = windows[-1].lifetime(2**62) + 1
@@ -213,6 +216,31 @@ def make_sides(
     if faults:
         raise UsageFault("; ".join(faults))
     return Sides(tuple(windows), tuple(slots), granule_tokens(model))
+
+
+def _slotted(
+    model: KvModel,
+    group: Group,
+    pool: SidePool,
+    blocks: Mapping[str, int],
+    least: dict[str, int],
+    *,
+    retention: bool,
+) -> Slotted:
+    """The slots of a bounded group; what it needs at least is noted by space."""
+    stored, boundary = group.restore == "stored" and model.prefix_caching, group.boundary_tokens or 1
+    key = kept_key(group)
+    if not stored or key == pool.key:
+        least[pool.key] = 3 if stored else 2
+        return Slotted(pool, group.name, boundary, stored)
+    kept = SidePool(key, max(2, blocks.get(key, 0)), model.page_tokens, retention=retention)
+    least[pool.key] = least[key] = 2
+    if isinstance(group.reach, Window):
+        window = Windowed(kept, group.reach, 0, model.record_pages)
+        least[key] = window.lifetime(2**62) + 1
+        pages = ring_rows(model, group) // model.page_tokens
+        return Slotted(pool, group.name, boundary, stored, kept, window, pages)
+    return Slotted(pool, group.name, boundary, stored, kept)
 
 
 def granule_tokens(model: KvModel) -> int:

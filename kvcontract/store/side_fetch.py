@@ -124,7 +124,7 @@ class SideFetcher:
         workers, count = part.workers[search.rank.name], len(here) // step
         by_record = here[: count * step].reshape(count, step)
         lack = ~by_record[:, -workers.record_pages :].all(axis=1)
-        if isinstance(side, Slotted):
+        if isinstance(side, Slotted) and side.window is None:
             ends = (np.arange(count) + 1) * step * side.pool.page_tokens
             lack &= ends % search.rank.pool.sides.granule_tokens == 0
         wanted = np.flatnonzero(lack)

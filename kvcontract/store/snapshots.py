@@ -27,6 +27,7 @@ from kvcontract.pool.handles import Reservation
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.keys import Keyer
 from kvcontract.pool.request import RequestKv
+from kvcontract.pool.sides import Side, Windowed
 from kvcontract.store.rank import Rank
 from kvcontract.store.stats import Tally
 from kvcontract.store.workers import Crew
@@ -67,8 +68,14 @@ class Checkpoint:
     after: tuple[StreamEvent, ...] = ()
 
 
-Slots = tuple[dict[str, tuple[int, int]], tuple[StreamEvent, ...]]
-"""By space a snapshot and the generation of its occupant; events after which they are complete."""
+Kept = dict[str, tuple[Pages, NDArray[np.uint32]]]
+"""By space, int32[n] blocks and uint32[n] generations of their occupants: a snapshot, or pages of a ring."""
+
+Slots = tuple[Kept, tuple[StreamEvent, ...]]
+"""What is kept, and events after which it is complete."""
+
+Staged = dict[str, tuple[Reservation, Keys]]
+"""By space, blocks that are filled, and what they are to be named."""
 
 
 class Snapshots:
@@ -158,7 +165,7 @@ class Snapshots:
         rank: Rank,
         req: RequestKv,
         boundary: int,
-        slots: Mapping[str, tuple[int, int]],
+        slots: Kept,
         after: tuple[StreamEvent, ...],
         *,
         rolling: bool,
@@ -169,75 +176,97 @@ class Snapshots:
             rank: of the request.
             req: the request.
             boundary: token position.
-            slots: by space, a snapshot and the generation of its occupant.
+            slots: what is kept of the slots.
             after: events after which they are complete.
             rolling: see `Checkpoint`.
         """
         size, step = rank.pool.page_tokens, self._keyer.page_tokens // rank.pool.page_tokens
         pages, records = boundary // size, req.record_keys(self._keyer)
         found: dict[str, Artefact] = {}
-        for key, (numbers, blocks) in req.beside.at(pages).items():
-            generation = next(side for side in rank.pool.sides if side.key == key).pool.generation
-            whole = blocks.reshape(-1, step)
-            names = records[numbers.reshape(-1, step)[:, -1] // step]
-            found[key] = Artefact(names, whole.copy(), generation[whole])
-        last = records[pages // step - 1 : pages // step]
-        for key, (block, occupant) in slots.items():
-            found[key] = Artefact(last, np.array([[block]], np.int32), np.array([[occupant]], np.uint32))
+        sides = {side.index.key: side for side in rank.pool.sides}
+        parts = {
+            key: (numbers, blocks, sides[key].index.generation[blocks])
+            for key, (numbers, blocks) in req.beside.at(pages).items()
+        }
+        parts |= {key: (sides[key].needed(pages), *kept) for key, kept in slots.items()}
+        for key, (numbers, blocks, generations) in parts.items():
+            by = step if _paged(sides[key]) else 1
+            names = records[numbers.reshape(-1, by)[:, -1] // step]
+            found[key] = Artefact(names, blocks.reshape(-1, by), generations.reshape(-1, by))
         return Checkpoint(boundary, rolling, found, after)
 
     def _snapshot(self, rank: Rank, req: RequestKv, boundary: int) -> Slots | None:
         """Copy every live slot of a request; where the copies are, or None without room for all."""
         pages = boundary // rank.pool.page_tokens
-        name = req.keys[pages - 1 : pages].copy()
-        found: dict[str, tuple[int, int]] = {}
         with ExitStack() as undo:
-            staged: dict[str, Reservation] = {}
+            there: dict[str, NDArray[np.bool_]] = {}
+            staged: Staged = {}
+            pairs: dict[str, list[tuple[int, int]]] = {}
             for view in (view for view in req.beside.slots if view.side.stored):
-                pool = view.side.index
-                there = pool.hold(name)
-                if there is not None:  # another request has been here
-                    with there:
-                        block = int(there.pages[0])
-                        found[pool.key] = block, int(pool.generation[block])
+                pool, numbers = view.side.index, view.side.needed(pages)
+                there[pool.key] = pool.present(req.keys[numbers])  # another request has been here
+                names = req.keys[numbers[~there[pool.key]]].copy()
+                if not len(names):
                     continue
-                reserved = pool.reserve(1)
+                reserved = pool.reserve(len(names))
                 if reserved is None:
                     return None
-                staged[pool.key] = undo.enter_context(reserved)
-            live = {view.side.index.key: view.slot for view in req.beside.slots}
-            pairs = {key: [(live[key], int(kept.pages[0]))] for key, kept in staged.items()}
+                staged[pool.key] = undo.enter_context(reserved), names
+                places = view.places(pages)[~there[pool.key]]
+                pairs[pool.key] = list(zip(places.tolist(), reserved.pages.tolist(), strict=True))
             after = take_snapshots(rank.memory, pairs)
             undo.pop_all()
-        return found | self._published(rank, staged, name, after), after
+        published = self._published(rank, staged, after)
+        return self._joined(req, pages, there, published), after
+
+    def _joined(self, req: RequestKv, pages: int, there: Mapping[str, NDArray[np.bool_]], new: Kept) -> Kept:
+        """What was there and what is new, in the order of the pages."""
+        found: Kept = {}
+        for view in (view for view in req.beside.slots if view.side.index.key in there):
+            pool, numbers = view.side.index, view.side.needed(pages)
+            blocks, generations = np.zeros(len(numbers), np.int32), np.zeros(len(numbers), np.uint32)
+            old = there[pool.key]
+            if old.any():
+                held = pool.hold(req.keys[numbers[old]])
+                if held is not None:  # else it has gone this very moment: it is not saved from here
+                    with held:
+                        blocks[old] = held.pages
+                        generations[old] = pool.generation[held.pages]
+            if pool.key in new:
+                blocks[~old], generations[~old] = new[pool.key]
+            found[pool.key] = blocks, generations
+        return found
 
     def _emitted(self, rank: Rank, req: RequestKv, boundary: int, slots: dict[str, Reservation]) -> Slots:
         """What the step itself has written."""
         pages = boundary // rank.pool.page_tokens
-        after = written(rank.memory, slots)
-        return self._published(rank, slots, req.keys[pages - 1 : pages].copy(), after), after
+        after, name = written(rank.memory, slots), req.keys[pages - 1 : pages].copy()
+        staged: Staged = {key: (kept, name) for key, kept in slots.items()}
+        return self._published(rank, staged, after), after
 
-    def _published(
-        self, rank: Rank, staged: Mapping[str, Reservation], name: Keys, after: tuple[StreamEvent, ...]
-    ) -> dict[str, tuple[int, int]]:
-        """Let slots be found, once they are complete (F2); where they are, and of which occupant."""
+    def _published(self, rank: Rank, staged: Staged, after: tuple[StreamEvent, ...]) -> Kept:
+        """Let blocks be found, once they are complete (F2); where they are, and of which occupants."""
         pools = {side.index.key: side.index for side in rank.pool.sides.slots}
         found = {
-            key: (block := int(kept.pages[0]), int(pools[key].generation[block]))
-            for key, kept in staged.items()
+            key: (kept.pages.copy(), pools[key].generation[kept.pages]) for key, (kept, _) in staged.items()
         }
 
         def publish() -> None:
             for event in after:
                 event.synchronize()
-            for key, kept in staged.items():
-                pools[key].commit(kept, name).release()
+            for key, (kept, names) in staged.items():
+                pools[key].commit(kept, names).release()
 
         if after:
             self._crews[rank.name].members[0].lane.submit(_told(publish), Urgency.RESTORE)
         else:
             publish()
         return found
+
+
+def _paged(side: Side) -> bool:
+    """Whether what is kept of it are pages."""
+    return isinstance(side, Windowed) or side.window is not None
 
 
 def _told(work: Callable[[], None]) -> Callable[[], None]:
