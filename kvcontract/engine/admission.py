@@ -168,7 +168,8 @@ class Admission:
         if not self.pool.sides:
             return NO_CHECKPOINTS
         prompt = len(arrival.request.prompt)
-        granule, branches = self.pool.sides.granule_tokens, arrival.prefix.branches
+        granule = self.pool.sides.granule_tokens
+        branches = (*arrival.prefix.branches, *arrival.request.turns)
         return self.checkpoints.of(granule, prompt, branches, interior=self.interior)
 
     def drop(self, request_ids: Collection[int]) -> list[Arrival]:

@@ -137,6 +137,7 @@ class Engine(Controls):
         capture_logits: Capture | bool = False,
         policy: ResolvePolicy = PLAIN,
         priority: int = 0,
+        turns: Collection[int] = (),
     ) -> int:
         """Hand a request over; returns its id.
 
@@ -149,6 +150,8 @@ class Engine(Controls):
             capture_logits: keep the logits of sampled rows (True), or of ``"all"`` rows that are run.
             policy: how far the resolve may go.
             priority: a higher one goes first, and preempts active ones of a lower one where it does not fit.
+            turns: positions at which later prompts are expected to leave this one, such as the end of what all
+                of them begin with: a checkpoint is taken before each, where the model needs any.
 
         Raises:
             UsageFault: the request cannot be served by this model; every fault is named.
@@ -163,6 +166,7 @@ class Engine(Controls):
             capture_logits=capture_logits,
             policy=policy,
             priority=priority,
+            turns=turns,
         )[0]
 
     def submit_parallel(
@@ -177,6 +181,7 @@ class Engine(Controls):
         capture_logits: Capture | bool = False,
         policy: ResolvePolicy = PLAIN,
         priority: int = 0,
+        turns: Collection[int] = (),
     ) -> tuple[int, ...]:
         """Hand `count` requests over that share one prompt, which is run once (n > 1); returns their ids.
 
@@ -201,6 +206,7 @@ class Engine(Controls):
             capture=capture,
             policy=policy,
             priority=priority,
+            turns=tuple(turns),
         )
         with self._lock:
             if self._closed:

@@ -167,3 +167,14 @@ def test_f3_a_step_that_failed_publishes_nothing() -> None:
         assert parts.pool.sides.slots[0].pool.cached == 0
         assert ran(parts, tokens).hit_tokens == 0
         parts.pool.check_books()
+
+
+def test_a_turn_that_a_caller_expects_is_a_checkpoint() -> None:
+    """A prompt is cut where its caller says that others will leave it, and the first that does hits there."""
+    tokens = prompt(61)
+    parts, _ = made(emits=False, every_tokens=None)
+    with parts:
+        request = parts.engine.submit(tokens, 2, turns=(29,))
+        assert parts.engine.run()[request].split[:3] == (24, 32, 5)
+        other = ran(parts, [*tokens[:29], *prompt(20, seed=1)])
+        assert other.hit_tokens == 24
