@@ -150,8 +150,8 @@ class Engine(Controls):
             capture_logits: keep the logits of sampled rows (True), or of ``"all"`` rows that are run.
             policy: how far the resolve may go.
             priority: a higher one goes first, and preempts active ones of a lower one where it does not fit.
-            turns: positions at which later prompts are expected to leave this one, such as the end of what all
-                of them begin with: a checkpoint is taken before each, where the model needs any.
+            turns: positions at which later prompts are expected to leave this one, such as the end of what
+                all of them begin with: a checkpoint is taken before each, where the model needs any.
 
         Raises:
             UsageFault: the request cannot be served by this model; every fault is named.
