@@ -333,6 +333,23 @@ def test_f7_several_workers_have_all_of_it_or_none() -> None:
         assert hit(s) == 6 * PAGE
 
 
+def test_a_pinned_prompt_keeps_its_state_and_leaves_room_for_a_request() -> None:
+    """A pin holds what a hit needs in every pool; one that would leave a request no slot is refused."""
+    with setup(pin_budget=1.0, scope_pin_quota=1.0) as s:
+        s.store.retire(s.compute(TOKENS))
+        pin = s.store.pin("0", TOKENS, SCOPE)
+        assert pin.tokens == 6 * PAGE
+        s.pool.set_retention(False)
+        s.pool.set_retention(True)
+        s.tier.inner.reset(1e9)
+        assert hit(s) == 6 * PAGE
+        assert s.store.unpin(pin)
+        side = next(iter(s.pool.sides)).pool
+        kept = side.reserve(side.gauges().budget)
+        assert s.store.pin("0", TOKENS, SCOPE).tokens == 0
+        kept.release()
+
+
 def test_h7_f8_a_rank_without_the_other_pools_is_refused() -> None:
     """A26, F8: what could never hit is refused when the store is made, with what is missing."""
     model = bench_store.model_of()
