@@ -5,11 +5,22 @@ from __future__ import annotations
 from typing import Final
 
 from kvc_conformance.bench import Check
-from kvc_conformance.checks import golden, layout, offload, prefix, static, tier, tier_damage, tier_life
+from kvc_conformance.checks import (
+    bounded,
+    golden,
+    layout,
+    offload,
+    prefix,
+    static,
+    tier,
+    tier_damage,
+    tier_life,
+)
 
 CHECKS: Final[tuple[Check, ...]] = (
     *static.CHECKS,
     *layout.CHECKS,
+    *bounded.CHECKS,
     *golden.CHECKS,
     *prefix.CHECKS,
     *offload.CHECKS,
