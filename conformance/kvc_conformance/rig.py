@@ -189,6 +189,10 @@ class Rig:
                 return f"{key}: {wrong}"
         return None
 
+    def still_wrong(self, hit: Hit, tokens: Sequence[int], scope: Scope | None = None) -> str | None:
+        """What is wrong by now with what a hit holds, which nobody has consumed yet."""
+        return self._wrong(self.call("reread", id=hit.id), tokens, whose(scope or {}))
+
     def hit_tokens(self, tokens: Sequence[int], scope: Scope | None = None, **policy: Any) -> int:
         """Resolve and give back.
 
@@ -212,16 +216,24 @@ class Rig:
         *,
         hit: Hit | None = None,
         sampled: Sequence[int] = (0,),
+        stops: Sequence[int] | None = None,
     ) -> str:
         """Run a prompt, and then all but the last of the tokens that are sampled; returns the request's id.
+
+        Args:
+            tokens: the prompt.
+            scope: who may share.
+            hit: where it begins.
+            sampled: what is sampled.
+            stops: where checkpoints are wanted; None: wherever they can be.
 
         Raises:
             Failed: it was not admitted.
         """
         scope = scope or {}
-        name = self.admit(tokens, scope, hit=hit, max_new=len(sampled))
+        stops = self.beside.stops(len(tokens)) if stops is None else list(stops)
+        name = self.admit(tokens, scope, hit=hit, max_new=len(sampled), stops=stops)
         start, whole, who = (hit.tokens if hit else 0), [*tokens, *sampled], whose(scope)
-        stops = self.beside.stops(len(tokens))
         while start < len(tokens):
             limit = min(len(tokens), start + self._step_tokens) if self.beside.windows else len(tokens)
             end = self.beside.step_end(start, limit, stops)
@@ -231,22 +243,38 @@ class Rig:
             self.step(name, whole, at, at + 1, who, token=token)
         return name
 
-    def admit(self, tokens: Sequence[int], scope: Scope, *, hit: Hit | None = None, max_new: int = 1) -> str:
+    def admit(
+        self,
+        tokens: Sequence[int],
+        scope: Scope,
+        *,
+        hit: Hit | None = None,
+        max_new: int = 1,
+        stops: Sequence[int] | None = None,
+    ) -> str:
         """Admit a prompt, from a hit; returns the request's id.
 
         Raises:
             Failed: it was not admitted.
         """
         name = f"request-{next(self._requests)}" if hit is None else hit.id
-        answer = self.ask(name, tokens, scope, max_new)
+        answer = self.ask(name, tokens, scope, max_new, stops)
         if answer != "RequestKv":
             raise Failed(f"a request of {len(tokens)} tokens got the answer {answer!r} from an idle pool")
         return name
 
-    def ask(self, name: str, tokens: Sequence[int], scope: Scope, max_new: int) -> str:
+    def ask(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        scope: Scope,
+        max_new: int,
+        stops: Sequence[int] | None = None,
+    ) -> str:
         """Ask for a request's admission; returns the class of the answer."""
+        wanted = self.beside.stops(len(tokens)) if stops is None else list(stops)
         arguments: dict[str, Any] = {"tokens": list(tokens), "scope": dict(scope), "max_new": max_new}
-        arguments |= {"granule": self.beside.granule_tokens, "stops": self.beside.stops(len(tokens))}
+        arguments |= {"granule": self.beside.granule_tokens, "stops": wanted}
         return str(self.call("admit_request", id=name, **arguments).body["answer"])
 
     def step(
@@ -269,6 +297,11 @@ class Rig:
     def keep(self, tokens: Sequence[int], scope: Scope | None = None, **more: Any) -> None:
         """Compute and retire."""
         self.call("retire", id=self.compute(tokens, scope, **more))
+
+    def held(self) -> dict[str, int]:
+        """Blocks that somebody has, by space."""
+        pools = self.call("gauges").body["pools"]
+        return {key: int(pool["held"]) for key, pool in pools.items()}
 
     def evict(self) -> None:
         """Let saves land, drop all that is cached, and overwrite the memory.

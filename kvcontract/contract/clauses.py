@@ -29,6 +29,7 @@ _SOUND = (
 )
 _LAID_OUT = ("KVC-LAYOUT-06", "KVC-REPACK-03")
 _RUNS = ("KVC-LAYOUT-05", "KVC-PREFIX-01")
+_BESIDE = ("KVC-BOUNDED-04", "KVC-PREFIX-08")
 
 _REGISTRY: Final[tuple[Clause, ...]] = (
     Clause(
@@ -299,6 +300,46 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         requires=_RUNS,
     ),
     Clause(
+        id="KVC-BOUNDED-04",
+        level="L2",
+        who="runtime",
+        rule="A snapshot is found under the boundary it was taken at and no other, once it is whole.",
+        why="Live state is rewritten by its owner: what is shared must be a copy, and of the right moment.",
+        fix="Report a fault of kvcontract; the failure decodes whose state was found.",
+        rests_on=("F1", "F2", "F3", "R3"),
+        requires=("KVC-LAYOUT-05",),
+    ),
+    Clause(
+        id="KVC-BOUNDED-05",
+        level="L2",
+        who="runtime",
+        rule="A snapshot that a request is to begin with stays as it is until it is copied, and no longer.",
+        why="Its slot, given to another, would be that one's state in this one's answer.",
+        fix="Report a fault of kvcontract with the seed.",
+        rests_on=("F4", "E4"),
+        requires=("KVC-BOUNDED-04",),
+    ),
+    Clause(
+        id="KVC-BOUNDED-06",
+        level="L2",
+        who="runtime",
+        rule="A hit ends where every group has what it needs; pages beyond that are let go.",
+        why="Full pages without the state at their end are worth nothing, and are others' room.",
+        fix="Report a fault of kvcontract.",
+        rests_on=("F5", "R2"),
+        requires=("KVC-LAYOUT-05",),
+    ),
+    Clause(
+        id="KVC-BOUNDED-07",
+        level="L2",
+        who="runtime",
+        rule="Without a free slot no snapshot is taken and nobody waits; a slab for none is refused.",
+        why="A snapshot is a chance; a live slot is a promise; and a silent 0 % is found out in production.",
+        fix="Report a fault of kvcontract; of an engine: give more slots, as the refusal says.",
+        rests_on=("F6", "F8"),
+        requires=("KVC-BOUNDED-04",),
+    ),
+    Clause(
         id="KVC-PREFIX-01",
         level="L2",
         who="author",
@@ -345,7 +386,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="A full hit without a token to run has no logits; a partial page is not immutable.",
         fix="Report a fault of kvcontract with the trace.",
         rests_on=("A12", "A13", "B19"),
-        requires=("KVC-LAYOUT-05",),
+        requires=("KVC-LAYOUT-05", *_BESIDE),
     ),
     Clause(
         id="KVC-PREFIX-06",
@@ -365,6 +406,16 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="A page given out twice is two requests writing one memory.",
         fix="Report a fault of kvcontract with the seed.",
         rests_on=("B2", "B3", "B4", "B11", "B14", "B15", "B16", "B21"),
+        requires=("KVC-LAYOUT-05", *_BESIDE),
+    ),
+    Clause(
+        id="KVC-PREFIX-08",
+        level="L2",
+        who="runtime",
+        rule="A hit holds, and a request keeps, of each window exactly the pages that later steps read.",
+        why="One page fewer is a hole in every answer; one more is room that others wait for.",
+        fix="Report a fault of kvcontract.",
+        rests_on=("R2", "F5", "B14"),
         requires=("KVC-LAYOUT-05",),
     ),
     Clause(
@@ -375,7 +426,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="A restored page is trusted like a computed one.",
         fix="Report a fault of kvcontract; the failure decodes what was found where.",
         rests_on=("R3", "E1", "E7"),
-        requires=("KVC-LAYOUT-05", *_LAID_OUT),
+        requires=("KVC-LAYOUT-05", *_LAID_OUT, *_BESIDE),
     ),
     Clause(
         id="KVC-OFFLOAD-02",
@@ -405,7 +456,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="A leak of one page a request is an outage within the hour.",
         fix="Report a fault of kvcontract with the seed.",
         rests_on=("R8", "A6", "C1", "C6", "C10"),
-        requires=("KVC-LAYOUT-05",),
+        requires=("KVC-LAYOUT-05", *_BESIDE),
     ),
     Clause(
         id="KVC-OFFLOAD-05",

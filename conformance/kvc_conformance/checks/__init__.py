@@ -11,6 +11,7 @@ from kvc_conformance.checks import (
     layout,
     offload,
     prefix,
+    snapshots,
     static,
     tier,
     tier_damage,
@@ -23,6 +24,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *bounded.CHECKS,
     *golden.CHECKS,
     *prefix.CHECKS,
+    *snapshots.CHECKS,
     *offload.CHECKS,
 )
 """The checks on models."""

@@ -117,7 +117,7 @@ def _identities(bench: Bench, _case: str) -> str:
     """KVC-PREFIX-06: one tier under stores of other identities."""
     page = page_sizes(bench.small, (3,))[0]
     model = model_for(bench, page)
-    first = Rig(bench, model, pages=8, tiers=[{}], secret=SECRET)
+    first = Rig(bench, model, pages=24, tiers=[{}], secret=SECRET)
     tokens = prompt(bench.seed, 301, length=2 * page + 1)
     first.keep(tokens)
     first.call("flush")

@@ -156,6 +156,17 @@ def resolve(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     policy = ResolvePolicy(**arguments.get("policy", {}))
     prefix = made.store.resolve(RANK, arguments["tokens"], _scope(arguments), policy)
     made.prefixes[arguments["id"]] = prefix
+    return _told(made, prefix)
+
+
+def reread(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
+    """What the prefix ``id`` holds by now; see `resolve`."""
+    del arrays
+    made = made_of(session, arguments)
+    return _told(made, made.prefixes[arguments["id"]])
+
+
+def _told(made: Made, prefix: KvPrefix) -> Message:
     hold = prefix.hold
     pages = [] if hold is None else hold.pages.tolist()
     body: dict[str, Any] = {
