@@ -63,8 +63,8 @@ def run(after: list[np.ndarray], hit: int = 0) -> Run:
     return Run("request 0", np.arange(7), (1,), logits, positions, split, hit, sources, states)
 
 
-def test_bounded_02_the_originals_state_passes_and_channels_follow_one_another() -> None:
-    """KVC-BOUNDED-02: q and v are the channels of one convolution, one after another."""
+def test_prefix_01_the_originals_state_passes_and_channels_follow_one_another() -> None:
+    """KVC-PREFIX-01: q and v are the channels of one convolution, one after another."""
     arrays = original()
     assert [str(item) for item in state_fields(MODEL)] == ["layer 0 state", "layer 0 q", "layer 0 v"]
     assert unlike_original(run(slots(arrays)), 0, [KEPT], arrays) == (None, 0.0)
@@ -82,8 +82,8 @@ def test_bounded_02_the_originals_state_passes_and_channels_follow_one_another()
         (lambda a: a["state_0_0"].__setitem__(1, a["state_0_0"][0]), "after the step of positions 4..6"),
     ],
 )
-def test_bounded_02_another_state_is_told(change: object, words: str) -> None:
-    """KVC-BOUNDED-02: one number, NaN, a column off, a step late."""
+def test_prefix_01_another_state_is_told(change: object, words: str) -> None:
+    """KVC-PREFIX-01: one number, NaN, a column off, a step late."""
     ours = original()
     change(ours)  # type: ignore[operator]
     said, worst = unlike_original(run(slots(ours)), 0, [KEPT], original())
@@ -145,13 +145,13 @@ class Memory:
         return Footprint(MODEL, self.places, BATCHES, "bounded").judge(self.images, FILLS)
 
 
-def test_bounded_01_a_slot_that_is_written_whole_passes() -> None:
-    """KVC-BOUNDED-01: its own slot, all of it, and nothing of others."""
+def test_prefix_04_a_slot_that_is_written_whole_passes() -> None:
+    """KVC-PREFIX-04: its own slot, all of it, and nothing of others."""
     assert Memory().judge() is None
 
 
-def test_bounded_01_another_slot_is_told() -> None:
-    """KVC-BOUNDED-01: padding and strangers' slots alike; rows of pages are another clause's."""
+def test_prefix_04_another_slot_is_told() -> None:
+    """KVC-PREFIX-04: padding and strangers' slots alike; rows of pages are another clause's."""
     memory = Memory()
     memory.images[0][1][1 * memory.slot_bytes + 30] = 7
     said = str(memory.judge())
@@ -165,16 +165,16 @@ def test_bounded_01_another_slot_is_told() -> None:
     assert "slot 0 is padding" in str(memory.judge())
 
 
-def test_bounded_01_a_field_that_is_left_out_is_told() -> None:
-    """KVC-BOUNDED-01: what is not written is read by nobody but the next occupant."""
+def test_prefix_04_a_field_that_is_left_out_is_told() -> None:
+    """KVC-PREFIX-04: what is not written is read by nobody but the next occupant."""
     memory = Memory()
     for image, fill in zip(memory.images, FILLS, strict=True):
         image[1][4 * memory.slot_bytes - 8 : 4 * memory.slot_bytes] = fill
     assert "arena conv, slot 3 (of request 0, after position 4) was not written" in str(memory.judge())
 
 
-def test_bounded_01_a_leftover_that_was_read_is_told() -> None:
-    """KVC-BOUNDED-01: a request that begins reads nothing of its slot."""
+def test_prefix_04_a_leftover_that_was_read_is_told() -> None:
+    """KVC-PREFIX-04: a request that begins reads nothing of its slot."""
     memory = Memory()
     memory.images[1][1][3 * memory.slot_bytes] = 2
     assert "slot 3 (of request 0, after position 4) depends on what lay in memory before" in str(

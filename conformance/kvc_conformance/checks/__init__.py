@@ -16,12 +16,14 @@ from kvc_conformance.checks import (
     tier,
     tier_damage,
     tier_life,
+    writes,
 )
 
 CHECKS: Final[tuple[Check, ...]] = (
     *static.CHECKS,
     *layout.CHECKS,
     *bounded.CHECKS,
+    *writes.CHECKS,
     *golden.CHECKS,
     *prefix.CHECKS,
     *snapshots.CHECKS,

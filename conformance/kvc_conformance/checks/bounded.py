@@ -1,19 +1,17 @@
-"""State that is rewritten at each token: what an executor does to slots, and where a state may be taken."""
+"""State that is rewritten at each token: where a prefill may be cut for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
-from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable
+from kvc_conformance.bench import Bench, Check, CouldNotRun, NotApplicable
 from kvc_conformance.beside import Beside
-from kvc_conformance.checks.golden import NAN, judge_writes, page_cases
-from kvc_conformance.engine_rig import TIMEOUT_S, Job, Rig, engine_rig
+from kvc_conformance.checks.golden import NAN, page_cases
+from kvc_conformance.engine_rig import Job, Rig, engine_rig
 from kvc_conformance.golden import Run
-from kvc_conformance.states import Kept, state_fields, unlike_original
-from kvcontract.contract.dtypes import DTYPE_BITS
+from kvc_conformance.states import FLOAT32, state_fields
 from kvcontract.contract.layout import with_page_tokens
 from kvcontract.contract.model import KvModel
 
@@ -31,33 +29,8 @@ def _needs_slots(bench: Bench) -> KvModel:
     return model
 
 
-def _slots(bench: Bench, case: str) -> str:
-    """KVC-BOUNDED-01."""
-    _needs_slots(bench)
-    return judge_writes(bench, case, "bounded")
-
-
-def _original(bench: Bench, case: str) -> str:
-    """KVC-BOUNDED-02: on the runs whose logits KVC-PREFIX-01 has compared."""
-    _needs_slots(bench)
-    answer = bench.small_plugin.call("engine.layer_map", timeout_s=TIMEOUT_S).body
-    if answer["layers"] is None:
-        raise NotApplicable("the plugin brings its own executor: nobody else knows which field is what")
-    if f"states {case}" not in bench.kept:
-        raise NotApplicable("no such run: the executor takes one request a step")
-    model, runs, arrays = bench.kept[f"states {case}"]
-    kept = [Kept.of(model, told) for told in answer["states"]]
-    worst, steps = 0.0, 0
-    for number, run in enumerate(runs):
-        wrong, largest = unlike_original(run, number, kept, arrays)
-        if wrong is not None:
-            raise Failed(wrong, where=answer["where"], fault="plugin")
-        worst, steps = max(worst, largest), steps + len(run.states)
-    return f"largest difference {worst:.2g} of {len(kept)} layers after {steps} steps"
-
-
 def _cut(bench: Bench, case: str) -> str:
-    """KVC-BOUNDED-03."""
+    """KVC-BOUNDED-01."""
     _needs_slots(bench)
     dtype, page = case.split(", page ")
     whole = _cut_at(bench, dtype, int(page), None)
@@ -114,21 +87,10 @@ def _apart(model: KvModel, one: Any, other: Any) -> float:
     """The largest difference of a float32 field, in units of its largest number."""
     found = [0.0]
     for item in state_fields(model):
-        if item.dtype == "float32" and DTYPE_BITS[item.dtype]:
+        if item.dtype == FLOAT32:
             mine, theirs = item.floats(one), item.floats(other)
             found.append(float(np.abs(mine - theirs).max() / max(1e-6, np.abs(theirs).max())))
     return max(found)
 
 
-def _state_cases(bench: Bench) -> tuple[str, ...]:
-    sizes = [case.split(", page ")[1] for case in page_cases("fp32")(bench)]
-    return tuple(f"{size}, {kind}" for size in sizes for kind in ("alone", "mixed"))
-
-
-Cases = Callable[[Bench], tuple[str, ...]]
-
-CHECKS: Final[tuple[Check, ...]] = (
-    Check("KVC-BOUNDED-01", _slots, page_cases("fp32", "one request", "two requests")),
-    Check("KVC-BOUNDED-02", _original, _state_cases),
-    Check("KVC-BOUNDED-03", _cut, page_cases("bf16")),
-)
+CHECKS: Final[tuple[Check, ...]] = (Check("KVC-BOUNDED-01", _cut, page_cases("bf16")),)

@@ -7,18 +7,19 @@ The parent chooses prompts and judges; one child runs the plugin's executor, ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
+
+from numpy.typing import NDArray
 
 from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable, first_few
 from kvc_conformance.beside import Beside
 from kvc_conformance.driver import ChildDied, ProbeFailed
 from kvc_conformance.engine_rig import TIMEOUT_S, Batches, Job, Rig, engine_rig
-from kvc_conformance.footprint import Batch, Footprint, Kind
+from kvc_conformance.footprint import Batch
 from kvc_conformance.golden import (
     Distance,
-    Logits,
     Run,
     beyond_bounds,
     differences,
@@ -29,7 +30,7 @@ from kvc_conformance.golden import (
     wrong_tokens,
 )
 from kvc_conformance.rig import refuse_never
-from kvc_conformance.states import wrong_states
+from kvc_conformance.states import Kept, unlike_original, wrong_states
 from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.layout import with_page_tokens
 from kvcontract.contract.model import Full, KvModel, Window
@@ -37,9 +38,6 @@ from kvcontract.store.policy import DEVICE
 
 NAN: Final = 0xFF
 """A byte that makes NaN in every float type."""
-
-FILLS: Final = (0xA5, 0x5A)
-"""Small finite numbers, so that even a padding page may be read; no bit is the same in both."""
 
 TIER_BYTES: Final = 1 << 30
 HIT_PAGES: Final = 3
@@ -53,11 +51,8 @@ THE_MAP: Final = "the map"
 RESTART: Final = "restarted over a disk tier"
 
 
-def _reference(bench: Bench, rig: Rig, runs: Sequence[Run], case: str | None = None) -> list[Logits]:
-    """The unmodified model's logits of every position, fed the same streams in the same steps.
-
-    What its own cache held is kept under the case, for who compares states.
-    """
+def _reference(bench: Bench, rig: Rig, runs: Sequence[Run]) -> Mapping[str, NDArray[Any]]:
+    """What the unmodified model computes and keeps, fed the same streams in the same steps."""
     arguments = {
         "folder": str(bench.checkpoint),
         "dtype": rig.dtype,
@@ -66,9 +61,7 @@ def _reference(bench: Bench, rig: Rig, runs: Sequence[Run], case: str | None = N
     }
     arrays = {f"tokens_{number}": run.stream for number, run in enumerate(runs)}
     answer = bench.reference.call("reference.run", arguments, arrays, timeout_s=TIMEOUT_S)
-    if case is not None:
-        bench.kept[f"states {case}"] = rig.model, list(runs), answer.arrays
-    return [answer.arrays[f"logits_{number}"] for number in range(len(runs))]
+    return answer.arrays
 
 
 # Gate a
@@ -76,7 +69,7 @@ def _reference(bench: Bench, rig: Rig, runs: Sequence[Run], case: str | None = N
 
 def _original(bench: Bench, case: str) -> str:
     """KVC-PREFIX-01."""
-    dtype, page, kind = _parts(case)
+    dtype, page, kind = parts_of(case)
     chunk = page // 2 + 1 if page > 2 else 5  # noqa: PLR2004 - never a divisor or multiple of a page
     plan = _alone(page) if kind == "alone" else [_together(page)]
     jobs = [job for group in plan for job in group]
@@ -97,9 +90,11 @@ def _original(bench: Bench, case: str) -> str:
         if bench.kept.get(f"right alone {page}"):
             hint = "\nalone, requests are right (case alone): look at how a step's requests are told apart"
         runs = [run for group in found for run in group.runs]
-        expected = _reference(bench, rig, runs, f"{page}, {kind}")
+        answer = _reference(bench, rig, runs)
+        expected = [answer[f"logits_{number}"] for number in range(len(runs))]
         for judge in (lambda run, logits: wrong_logits(run, logits, page), wrong_tokens):
             _raise_worst(rig, [judge(run, logits) for run, logits in zip(runs, expected, strict=True)], hint)
+        states = _original_states(bench, rig, runs, answer)
     bench.kept[f"right alone {page}"] = kind == "alone"
     worst = max(
         float(differences(run.logits, logits).max()) for run, logits in zip(runs, expected, strict=True)
@@ -108,7 +103,19 @@ def _original(bench: Bench, case: str) -> str:
         float(margins(logits[run.sampled_at]).min()) for run, logits in zip(runs, expected, strict=True)
     )
     rows = sum(len(run.positions) for run in runs)
-    return f"largest difference {worst:.2g} at {rows} positions; smallest top-1 margin {margin:.2g}"
+    return f"largest difference {worst:.2g} at {rows} positions; smallest top-1 margin {margin:.2g}{states}"
+
+
+def _original_states(bench: Bench, rig: Rig, runs: Sequence[Run], arrays: Mapping[str, NDArray[Any]]) -> str:
+    """States against those of the unmodified model's own cache, where a map says which field is what."""
+    if not any(run.states for run in runs):
+        return ""
+    told = bench.small_plugin.call("engine.layer_map", timeout_s=TIMEOUT_S).body["states"]
+    kept = [Kept.of(rig.model, item) for item in told]
+    found = [unlike_original(run, number, kept, arrays) for number, run in enumerate(runs)]
+    _raise_worst(rig, [wrong for wrong, _ in found])
+    steps, worst = sum(len(run.states) for run in runs), max(largest for _, largest in found)
+    return f"; states of {len(kept)} layers differ by {worst:.2g} after {steps} steps" if kept else ""
 
 
 def _map(bench: Bench, _case: str) -> str:
@@ -211,7 +218,7 @@ def _raise_worst(rig: Rig, faults: Sequence[str | None], hint: str = "") -> None
 
 def _device_hit(bench: Bench, case: str) -> str:
     """KVC-PREFIX-02."""
-    dtype, page, _ = _parts(case)
+    dtype, page, _ = parts_of(case)
     unit = _unit(bench, page)
     jobs = _reused(unit)
     pages = 2 + 2 * sum(job.pages(page) for job in jobs)
@@ -229,7 +236,7 @@ def _device_hit(bench: Bench, case: str) -> str:
 
 def _restored(bench: Bench, case: str) -> str:
     """KVC-OFFLOAD-02."""
-    dtype, page, kind = _parts(case)
+    dtype, page, kind = parts_of(case)
     refuse_never(bench.small)
     rules = Beside.of(with_page_tokens(bench.small, page, bench.small.key_tokens))
     unit = rules.granule_tokens
@@ -340,7 +347,7 @@ def _runtime(fault: str | None) -> None:
 
 def _bounds(bench: Bench, case: str) -> str:
     """KVC-PREFIX-03."""
-    dtype, page, kind = _parts(case)
+    dtype, page, kind = parts_of(case)
     chunk = page // 2 + 1 if page > 2 else 5  # noqa: PLR2004 - another split than by pages
     unit = page if kind == "original" else _unit(bench, page)
     job = Job(6 * unit + 5, 1, seed=31)
@@ -349,7 +356,7 @@ def _bounds(bench: Bench, case: str) -> str:
     with engine_rig(bench, f"bounds {case}", dtype, page, max_chunk_tokens=chunk, **cut) as rig:
         cold = rig.run([job], poison=NAN).runs[0]
         if kind == "original":
-            expected, other = _reference(bench, rig, [cold])[0], "the unmodified model"
+            expected, other = _reference(bench, rig, [cold])["logits_0"], "the unmodified model"
             _raise_worst(rig, [beyond_bounds(cold, expected, page, other)])
             return str(Distance.of(cold.logits, expected))
     with engine_rig(
@@ -362,57 +369,6 @@ def _bounds(bench: Bench, case: str) -> str:
         other = f"a cold run in chunks of {chunk} instead of {unit} tokens"
         _raise_worst(rig, [beyond_bounds(warm, expected, page, other)])
         return str(Distance.of(warm.logits, expected))
-
-
-# What a step writes
-
-
-def _writes(bench: Bench, case: str) -> str:
-    """KVC-PREFIX-04."""
-    return judge_writes(bench, case, "paged")
-
-
-def judge_writes(bench: Bench, case: str, kind: Kind) -> str:
-    """Judge what steps of one or two requests wrote: rows of pages, or slots."""
-    rig, one, two = _written(bench, case)
-    footprint = None
-    for number in range(len(one.batches)):
-        footprint = Footprint(rig.model, rig.places, one.batches[: number + 1], kind)
-        wrong = footprint.judge((one.images[number], two.images[number]), FILLS)
-        if wrong is not None:
-            rig.fail(wrong)
-    count = 0 if footprint is None else footprint.slots if kind == "bounded" else footprint.rows
-    what = "slots" if kind == "bounded" else "rows an arena"
-    return f"{count} {what} written in {len(one.batches)} steps, and no other byte"
-
-
-def _written(bench: Bench, case: str) -> tuple[Rig, Batches, Batches]:
-    """The same steps over two fillings of the memory, kept for every check that looks at them."""
-    if f"writes {case}" not in bench.kept:
-        dtype, page, kind = _parts(case)
-        jobs = [Job(page + max(1, page // 2), 3, seed=41)]
-        if kind == "two requests":
-            jobs.append(Job(max(1, page - 2), 4, seed=42))
-        pages = 3 + sum(job.pages(page) for job in jobs)
-        settings = {"pages": pages, "max_batch_tokens": 2 * page + 2, "max_chunk_tokens": page}
-        found: list[Batches] = []
-        for fill in FILLS:
-            with engine_rig(bench, f"writes {case}", dtype, page, **settings) as rig:
-                if rig.max_requests < len(jobs):
-                    raise NotApplicable("the executor takes one request a step")
-                found.append(rig.run(jobs, poison=fill, dump=True))
-        one, two = found
-        if _placed(one) != _placed(two):
-            raise Failed("two equal runs were given other pages", fault="suite")
-        bench.kept[f"writes {case}"] = rig, one, two
-    kept: tuple[Rig, Batches, Batches] = bench.kept[f"writes {case}"]
-    return kept
-
-
-def _placed(run: Batches) -> list[list[Any]]:
-    return [
-        [table.tolist() for table in (*batch.tables.values(), *batch.slots.values())] for batch in run.batches
-    ]
 
 
 # Cases
@@ -448,7 +404,8 @@ def _page_sizes(model: KvModel) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _parts(case: str) -> tuple[str, int, str]:
+def parts_of(case: str) -> tuple[str, int, str]:
+    """Precision, page size and kind of a case."""
     dtype, page, *kind = (part.strip() for part in case.split(","))
     return dtype, int(page.split()[1]), kind[0] if kind else ""
 
@@ -466,6 +423,5 @@ CHECKS: Final[tuple[Check, ...]] = (
     _check("KVC-PREFIX-01", _original, "alone", "mixed", dtypes=("fp32",)),
     _check("KVC-PREFIX-02", _device_hit, dtypes=("fp32", "bf16")),
     _check("KVC-PREFIX-03", _bounds, "original", "other split", dtypes=("bf16",)),
-    _check("KVC-PREFIX-04", _writes, "one request", "two requests", dtypes=("fp32",)),
     _check("KVC-OFFLOAD-02", _restored, "dram", RESTART, dtypes=("fp32", "bf16")),
 )

@@ -46,7 +46,7 @@ def _expect(rig: Rig, tokens: list[int], wanted: int, what: str) -> None:
 
 
 def _published(bench: Bench, case: str) -> str:
-    """KVC-BOUNDED-04."""
+    """KVC-BOUNDED-02."""
     rig = Rig(bench, _stored_slots(bench), pages=POOL_PAGES)
     PUBLISHED[case](bench, rig)
     rig.close()
@@ -121,7 +121,7 @@ PUBLISHED: Final = {
 
 
 def _pinned(bench: Bench, _case: str) -> str:
-    """KVC-BOUNDED-05: whatever happens beside, a snapshot stays until it is copied, and no longer."""
+    """KVC-BOUNDED-03: whatever happens beside, a snapshot stays until it is copied, and no longer."""
     model = _stored_slots(bench)
     rig = Rig(bench, model, pages=POOL_PAGES, beside=_slot_blocks(model, 5))
     unit, tokens = rig.beside.granule_tokens, _units(rig, bench, 10, 2)
@@ -162,7 +162,7 @@ def _nothing_held(rig: Rig) -> None:
 
 
 def _joint(bench: Bench, case: str) -> str:
-    """KVC-BOUNDED-06: full pages reach further than what goes beside; the rest is let go."""
+    """KVC-BOUNDED-04: full pages reach further than what goes beside; the rest is let go."""
     page = page_sizes(bench.small, (PAGE,))[0]
     model = model_for(bench, page, boundary_tokens=BOUNDARY_TOKENS)
     if not Beside.of(model):
@@ -201,7 +201,7 @@ def _joint(bench: Bench, case: str) -> str:
 
 
 def _full(bench: Bench, case: str) -> str:
-    """KVC-BOUNDED-07."""
+    """KVC-BOUNDED-05."""
     model = _stored_slots(bench)
     if case == "a budget below one snapshot":
         return _refused(bench, model)
@@ -276,10 +276,10 @@ def _keeps_what_is_read(rig: Rig, name: str, end: int) -> None:
 
 
 CHECKS: Final[tuple[Check, ...]] = (
-    Check("KVC-BOUNDED-04", _published, lambda _: tuple(PUBLISHED)),
-    Check("KVC-BOUNDED-05", _pinned),
-    Check("KVC-BOUNDED-06", _joint, lambda _: ("on the device", "from a tier")),
-    Check("KVC-BOUNDED-07", _full, lambda _: ("no free slot", "a budget below one snapshot")),
+    Check("KVC-BOUNDED-02", _published, lambda _: tuple(PUBLISHED)),
+    Check("KVC-BOUNDED-03", _pinned),
+    Check("KVC-BOUNDED-04", _joint, lambda _: ("on the device", "from a tier")),
+    Check("KVC-BOUNDED-05", _full, lambda _: ("no free slot", "a budget below one snapshot")),
     Check(
         "KVC-PREFIX-08",
         _windows,
