@@ -72,16 +72,7 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
         max_batch_tokens=batch, max_chunk_tokens=arguments["max_chunk_tokens"], max_requests=requests
     )
     with ExitStack() as undo:
-        tiers: list[Tier] = []
-        if arguments["tier_bytes"]:
-            lane = ThreadLane("suite-dram")
-            undo.callback(lane.close, CALM_S)
-            size, device = arguments["tier_bytes"], session.job["device"]
-            tiers.append(DramTier(size, lane=lane, allocate=host_memory(device, size)))
-        if arguments["disk"] is not None:
-            disk = DiskTier(arguments["disk"], DISK_BYTES)
-            undo.callback(lambda: disk.close(time.monotonic() + CALM_S))
-            tiers.append(disk)
+        tiers = _tiers(arguments, session.job["device"], undo)
         parts = undo.enter_context(
             assemble(
                 opened.model,
@@ -227,6 +218,20 @@ def layer_map(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
         if isinstance(own, Recurrent):
             body["states"].append([int(layer), own.state, list(own.conv)])
     return Message({**body, "where": _line(getattr(opened.plugin.module, "kvc_executor", None))})
+
+
+def _tiers(arguments: dict[str, Any], device: str, undo: ExitStack) -> list[Tier]:
+    tiers: list[Tier] = []
+    if arguments["tier_bytes"]:
+        lane = ThreadLane("suite-dram")
+        undo.callback(lane.close, CALM_S)
+        size = arguments["tier_bytes"]
+        tiers.append(DramTier(size, lane=lane, allocate=host_memory(device, size)))
+    if arguments["disk"] is not None:
+        disk = DiskTier(arguments["disk"], DISK_BYTES)
+        undo.callback(lambda: disk.close(time.monotonic() + CALM_S))
+        tiers.append(disk)
+    return tiers
 
 
 def _window_blocks(model: KvModel, pages: int, step_tokens: int) -> dict[str, int]:
