@@ -295,8 +295,9 @@ class Rig:
         return answer
 
     def keep(self, tokens: Sequence[int], scope: Scope | None = None, **more: Any) -> None:
-        """Compute and retire."""
+        """Compute and retire; what is saved has landed then, so that nothing is shed for what comes next."""
         self.call("retire", id=self.compute(tokens, scope, **more))
+        self.call("flush")
 
     def held(self) -> dict[str, int]:
         """Blocks that somebody has, by space."""

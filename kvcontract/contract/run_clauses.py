@@ -169,7 +169,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="State beside the arenas survives a device hit but not an eviction.",
         fix="Keep everything a later step reads in the declared arenas.",
         rests_on=("R2", "R4"),
-        requires=(*_RUNS, "KVC-OFFLOAD-01"),
+        requires=("KVC-PREFIX-02", "KVC-OFFLOAD-01"),
     ),
     Clause(
         id="KVC-OFFLOAD-03",

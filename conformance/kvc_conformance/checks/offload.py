@@ -159,7 +159,7 @@ def _damaged(bench: Bench, case: str) -> str:
     chosen, part = _chosen(model, case)
     tokens = prompt(bench.seed, 700, length=STORED_PAGES * page + 1)
     damage = None if chosen is None else {"kind": chosen.kind, "page": chosen.at, "part": part}
-    rig = Rig(bench, model, pages=16, tiers=[{"damage": damage}])
+    rig = Rig(bench, model, pages=64, tiers=[{"damage": damage}])
     try:
         rig.keep(tokens)
         rig.evict()

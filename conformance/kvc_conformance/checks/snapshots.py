@@ -215,7 +215,10 @@ def _full(bench: Bench, case: str) -> str:
     for name, tokens in zip(names, (one, other), strict=True):
         for end in (unit, 2 * unit, len(tokens)):  # at each boundary there is no room for a snapshot
             start = end - unit if end < len(tokens) else 2 * unit
-            rig.step(name, tokens, start, end, "", max_tokens=unit, token=0)
+            try:
+                rig.step(name, tokens, start, end, "", max_tokens=unit, token=0)
+            except ProbeFailed as error:
+                raise Failed(f"no slot is free at {end} tokens: {error.kind}: {error.text}") from error
     _expect(rig, one, 0, "no slot was free for a snapshot")
     for name in names:
         rig.call("retire", id=name)
