@@ -16,6 +16,7 @@ from typing import Any, Final
 from kvc_conformance.channel import Channel, ChannelClosed, Message
 
 PROBES: Final[Mapping[str, str]] = {
+    "churn": "kvc_conformance.probes.churn",
     "declare": "kvc_conformance.probes.declare",
     "memory": "kvc_conformance.probes.memory",
     "store": "kvc_conformance.probes.store",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -111,9 +111,15 @@ class Rig:
         ]
         steps = answer.body["steps"]
         batches = [
-            Batch(step["sizes"], step["context"], answer.arrays[f"table_{number}"])
+            Batch(
+                step["sizes"],
+                step["context"],
+                _named(answer, f"table_{number}_"),
+                _named(answer, f"slots_{number}_"),
+            )
             for number, step in enumerate(steps)
         ]
+        runs = [replace(run, states=_states(run, batches, answer)) for run in runs]
         regions = len({place.region for place in self.places.values()}) if dump else 0
         images = [
             [answer.arrays[f"image_{number}_{region}"] for region in range(regions)]
@@ -129,6 +135,12 @@ class Rig:
         """Wait until every save has landed."""
         if not self._bench.small_plugin.call("engine.flush", {"id": self._key}).body["landed"]:
             raise Failed("the store's saves did not land within a minute", fault="runtime")
+
+    def drop(self) -> None:
+        """Have nothing cached on the device any more."""
+        held = self._bench.small_plugin.call("engine.drop", {"id": self._key}).body["held"]
+        if held:
+            raise Failed(f"{held} blocks are held although no request is running", fault="runtime")
 
     def fail(self, saw: str) -> NoReturn:
         """Fail with the author's line."""
@@ -157,6 +169,25 @@ class Rig:
         )
 
 
+def _named(answer: Message, prefix: str) -> dict[str, Any]:
+    """Arrays of an answer by what follows in their names."""
+    found = answer.arrays.items()
+    return {name.removeprefix(prefix): array for name, array in found if name.startswith(prefix)}
+
+
+def _states(run: Run, batches: Sequence[Batch], answer: Message) -> dict[int, tuple[Any, Any]]:
+    """What lay in a run's slots before and after each step of its, by the step's first position."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for number, batch in enumerate(batches if batches and batches[0].slots else ()):
+        tokens, at = answer.arrays[f"tokens_{number}"], 0
+        for row, (size, context) in enumerate(zip(batch.sizes, batch.context, strict=True)):
+            if np.array_equal(tokens[at : at + size], run.stream[context : context + size]):
+                before, after = (answer.arrays[f"{name}_{number}"][row] for name in ("before", "after"))
+                found[context] = before, after
+            at += size
+    return found
+
+
 @contextmanager
 def engine_rig(bench: Bench, key: str, dtype: str, page_tokens: int, **settings: Any) -> Iterator[Rig]:
     """An engine in the child, for as long as it is used.
@@ -176,6 +207,7 @@ def engine_rig(bench: Bench, key: str, dtype: str, page_tokens: int, **settings:
         "dtype": DTYPES[dtype],
         "page_tokens": page_tokens,
         "tier_bytes": 0,
+        "disk": None,
         "prefix_cache": False,
         "max_requests": 4,
         **settings,

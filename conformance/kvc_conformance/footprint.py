@@ -1,4 +1,4 @@
-"""Which rows of memory a step may write, and whose a byte is that it should not have touched.
+"""Which rows and slots of memory a step may write, and whose a byte is that it should not have touched.
 
 Memory is filled with one byte, run, and dumped; then the same with another byte.  A byte that differs from
 its filling in either dump was written; one that differs between the dumps though it was written depends on
@@ -8,17 +8,19 @@ what lay there before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.contract.layout import ArenaLayout, layout
-from kvcontract.contract.model import TOKEN_AXIS, KvModel
+from kvcontract.contract.model import TOKEN_AXIS, Full, KvModel
 
 Image = NDArray[np.uint8]
-Row = tuple[int, int]
-"""(block, position in the page)."""
+Kind = Literal["paged", "bounded"]
+Block = tuple[str, int]
+"""(key of a space, block)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,14 @@ class Batch:
     Attributes:
         sizes: tokens of each.
         context: tokens of each before the step.
-        table: int32[b, p], their pages.
+        tables: int32[b, p] by paged space, their pages; 0 where they have none.
+        slots: int32[b] by bounded group, their live slots.
     """
 
     sizes: Sequence[int]
     context: Sequence[int]
-    table: NDArray[np.int32]
+    tables: Mapping[str, NDArray[np.int32]]
+    slots: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,16 @@ class Place:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Whose byte it is: row of a page, 0 of a slot, or -1 for padding."""
+
+    arena: str
+    space: str
+    block: int
+    row: int
+
+
 class Footprint:
     """What the steps up to one of them may have written.
 
@@ -53,30 +67,49 @@ class Footprint:
         model: the declaration.
         places: by arena.
         batches: the steps so far, the last one judged.
+        kind: judge slots, or everything else.
     """
 
-    def __init__(self, model: KvModel, places: Mapping[str, Place], batches: Sequence[Batch]) -> None:
+    def __init__(
+        self, model: KvModel, places: Mapping[str, Place], batches: Sequence[Batch], kind: Kind = "paged"
+    ) -> None:
         self._page_tokens = model.page_tokens
-        self._places = places
-        self._arenas = {arena.name: arena for space in layout(model).spaces for arena in space.arenas}
+        self._places, self._kind = places, kind
+        spaces = layout(model).spaces
+        self._arenas = {arena.name: arena for space in spaces for arena in space.arenas}
+        self._space = {arena.name: space for space in spaces for arena in space.arenas}
         self._rows = {name: rows_of_bytes(arena) for name, arena in self._arenas.items()}
         self._last = batches[-1]
-        self._owners: dict[int, int] = {}
-        self._written: dict[Row, tuple[int, int]] = {}
-        names: dict[int, int] = {}  # a request is known by its first page
+        self._owners: dict[Block, int] = {}
+        self._written: dict[tuple[str, int, int], tuple[int, int]] = {}
+        self._slots: dict[Block, tuple[int, int]] = {}
+        self._names: dict[int, int] = {}  # a request is known by its first page
         for batch in batches:
-            for size, context, pages in zip(batch.sizes, batch.context, batch.table.tolist(), strict=True):
-                request = names.setdefault(pages[0], len(names))
+            self._take(batch)
+
+    def _take(self, batch: Batch) -> None:
+        for row, (size, context) in enumerate(zip(batch.sizes, batch.context, strict=True)):
+            first = int(batch.tables[Full().key][row, 0])
+            request = self._names.setdefault(first, len(self._names))
+            for space, table in batch.tables.items():
+                pages = table[row].tolist()
                 used = pages[: -(-(context + size) // self._page_tokens)]
-                self._owners |= dict.fromkeys(used, request)
+                self._owners |= {(space, block): request for block in used if block}
                 for position in range(context, context + size):
-                    page, row = divmod(position, self._page_tokens)
-                    self._written[pages[page], row] = request, position
+                    page, at = divmod(position, self._page_tokens)
+                    self._written[space, pages[page], at] = request, position
+            for group, slots in batch.slots.items():
+                self._slots[f"slots-{group}", int(slots[row])] = request, context + size - 1
 
     @property
     def rows(self) -> int:
-        """Rows of one arena that were to be written."""
-        return len(self._written)
+        """Rows of one arena of full pages that were to be written."""
+        return sum(space == Full().key for space, _, _ in self._written)
+
+    @property
+    def slots(self) -> int:
+        """Slots that were to be written."""
+        return len(self._slots)
 
     def judge(self, images: tuple[Sequence[Image], Sequence[Image]], fills: tuple[int, int]) -> str | None:
         """What is wrong with memory after the last step.
@@ -85,10 +118,11 @@ class Footprint:
             images: uint8[bytes] of each region, after a run over either filling.
             fills: the two bytes.
         """
-        allowed = self._allowed([len(image) for image in images[0]])
+        sizes = [len(image) for image in images[0]]
+        allowed, mine = self._allowed(sizes), self._judged(sizes)
         for region, (one, two) in enumerate(zip(*images, strict=True)):
             touched = (one != fills[0]) | (two != fills[1])
-            stray = np.flatnonzero(touched & ~allowed[region])
+            stray = np.flatnonzero(touched & ~allowed[region] & mine[region])
             if len(stray):
                 return self._stray(region, int(stray[0]), len(stray))
         for region, (one, two) in enumerate(zip(*images, strict=True)):
@@ -101,64 +135,89 @@ class Footprint:
                     return self._lacking(region, int(bytes_.argmax()), what)
         return None
 
-    def _allowed(self, sizes: Sequence[int]) -> list[NDArray[np.bool_]]:
-        """bool[bytes] of each region: the rows of committed positions."""
-        masks = [np.zeros(size, np.bool_) for size in sizes]
-        blocks = sorted({block for block, _ in self._written})
+    def _judged(self, sizes: Sequence[int]) -> list[NDArray[np.bool_]]:
+        """bool[bytes] of each region: what is judged at all."""
+        slots = [np.zeros(size, np.bool_) for size in sizes]
         for name, place in self._places.items():
-            rows = self._rows[name]
-            per_row = self._page_tokens // self._arenas[name].rows
-            for block in blocks:
-                mine = {row // per_row for at, row in self._written if at == block}
+            if self._space[name].kind == "bounded":
+                for block in range(place.blocks):
+                    start = place.offset_bytes + block * place.stride_bytes
+                    slots[place.region][start : start + len(self._rows[name])] = True
+        return slots if self._kind == "bounded" else [~mask for mask in slots]
+
+    def _allowed(self, sizes: Sequence[int]) -> list[NDArray[np.bool_]]:
+        """bool[bytes] of each region: the rows of committed positions, or the slots of who ran."""
+        masks = [np.zeros(size, np.bool_) for size in sizes]
+        for name, place in self._places.items():
+            space, rows = self._space[name], self._rows[name]
+            if space.kind != self._kind:
+                continue
+            per_row = self._page_tokens // self._arenas[name].rows if self._kind == "paged" else 1
+            mine: dict[int, set[int]] = {}
+            for key, block, at in self._written if self._kind == "paged" else ((*s, 0) for s in self._slots):
+                if key == space.key:
+                    mine.setdefault(block, set()).add(at // per_row)
+            for block, written in mine.items():
                 start = place.offset_bytes + block * place.stride_bytes
-                masks[place.region][start : start + len(rows)] |= np.isin(rows, list(mine))
+                masks[place.region][start : start + len(rows)] |= np.isin(rows, list(written))
         return masks
 
-    def _find(self, region: int, byte: int) -> tuple[str, int, int] | None:
-        """(arena, block, row of a page or -1 for padding) of a byte; None if it is no arena's."""
+    def _find(self, region: int, byte: int) -> _Spot | None:
+        """Whose a byte is; None if it is no arena's."""
         for name, place in self._places.items():
             block, inside = divmod(byte - place.offset_bytes, place.stride_bytes)
             if place.region == region and 0 <= block < place.blocks and inside < len(self._rows[name]):
-                per_row = self._page_tokens // self._arenas[name].rows
-                row = int(self._rows[name][inside])
-                return name, block, row if row < 0 else row * per_row
+                space, row = self._space[name], int(self._rows[name][inside])
+                per_row = self._page_tokens // self._arenas[name].rows if space.kind == "paged" else 1
+                return _Spot(name, space.key, block, row if row < 0 else row * per_row)
         return None
 
     def _stray(self, region: int, byte: int, count: int) -> str:
         spot = self._find(region, byte)
-        if spot is None or spot[2] < 0:
+        if spot is None or spot.row < 0:
             what = "padding between rows or blocks, which belongs to no field"
-            name, block = (None, 0) if spot is None else spot[:2]
-            head = f"byte {byte} of the memory" if name is None else f"arena {name}, page {block}"
+            head = f"byte {byte} of the memory" if spot is None else f"arena {spot.arena}, block {spot.block}"
+        elif self._kind == "bounded":
+            head, what = f"arena {spot.arena}, slot {spot.block}", self._whose_slot(spot)
         else:
-            head = f"arena {spot[0]}, page {spot[1]}, row {spot[2]}"
-            what = self._whose(spot[1], spot[2])
+            head = f"arena {spot.arena}, page {spot.block}, row {spot.row}"
+            what = self._whose(spot)
         return f"{self._step()} also wrote {head}: {what} ({count:,} B too many in all)"
 
-    def _whose(self, block: int, row: int) -> str:
-        if block == 0:
+    def _whose(self, spot: _Spot) -> str:
+        if spot.block == 0:
             return "page 0 pads page tables and is nobody's"
-        if block not in self._owners:
+        if (spot.space, spot.block) not in self._owners:
             return "no request of the step has that page"
-        request = self._owners[block]
+        request = self._owners[spot.space, spot.block]
         last = max(position for who, position in self._written.values() if who == request)
-        page = [at for at, who in self._owners.items() if who == request].index(block)
-        position = page * self._page_tokens + row
+        mine = [at for at, who in self._owners.items() if who == request and at[0] == spot.space]
+        position = mine.index((spot.space, spot.block)) * self._page_tokens + spot.row
         return f"position {position} of request {request}, of which positions 0..{last} have been run"
+
+    def _whose_slot(self, spot: _Spot) -> str:
+        own = ", ".join(str(slot) for space, slot in self._slots if space == spot.space)
+        nobody = "slot 0 is padding, and is nobody's" if spot.block == 0 else "no request of the step has it"
+        return f"{nobody}; theirs: {own}"
 
     def _lacking(self, region: int, byte: int, what: str) -> str:
         spot = self._find(region, byte)
         if spot is None:  # allowed bytes are an arena's
             raise ValueError(byte)
-        name, block, row = spot
-        per_row = self._page_tokens // self._arenas[name].rows
+        if self._kind == "bounded":
+            request, position = self._slots[spot.space, spot.block]
+            return (
+                f"{self._step()}: arena {spot.arena}, slot {spot.block}"
+                f" (of request {request}, after position {position}) {what}"
+            )
+        per_row = self._page_tokens // self._arenas[spot.arena].rows
         request, position = next(
             found
-            for (at, own), found in self._written.items()
-            if at == block and own // per_row == row // per_row
+            for (space, at, own), found in self._written.items()
+            if (space, at) == (spot.space, spot.block) and own // per_row == spot.row // per_row
         )
         return (
-            f"{self._step()}: arena {name}, page {block}, row {row}"
+            f"{self._step()}: arena {spot.arena}, page {spot.block}, row {spot.row}"
             f" (position {position} of request {request}) {what}"
         )
 

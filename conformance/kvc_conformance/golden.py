@@ -40,6 +40,7 @@ class Run:
         split: tokens of each step it ran in.
         hit_tokens: tokens that were not computed.
         sources: hit tokens by where they came from.
+        states: by the first position of each step, what lay in its slots before and after: uint8[bytes].
     """
 
     label: str
@@ -50,6 +51,7 @@ class Run:
     split: tuple[int, ...]
     hit_tokens: int = 0
     sources: Mapping[str, int] = field(default_factory=dict)
+    states: Mapping[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]] = field(default_factory=dict)
 
     @property
     def stream(self) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ bit, is found out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,13 +52,14 @@ class Located:
     arena: str
     field: str
     layer: int | None
+    unit: str
     block: int
     at: dict[str, int]
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f"layer {self.layer} "
         spot = " ".join(f"{axis} {index}" for axis, index in self.at.items())
-        return f"{layer}{self.field.upper()} page {self.block} {spot}"
+        return f"{layer}{self.field.upper()} {self.unit} {self.block} {spot}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +76,20 @@ class Fill:
     """Serial numbers for some blocks of a model's device arenas.
 
     Args:
-        model: the declaration; paged groups only.
-        blocks: how many blocks are filled.
+        model: the declaration.
+        blocks: how many blocks of each space are filled.
     """
 
     def __init__(self, model: KvModel, blocks: int) -> None:
         self.model = model
         self.blocks = blocks
         self._entries: dict[FieldName, _Entry] = {}
+        self._paged = {group.name for group in model.groups if group.kind == "paged"}
         count = 1  # so that untouched zeros are nobody's value
         for arena in model.arenas:
+            rows = model.page_tokens // arena.tokens_per_row if arena.group in self._paged else None
             for field in arena.fields:
-                axes, shape, width = _shape(field, model.page_tokens // arena.tokens_per_row)
+                axes, shape, width = _shape(field, rows)
                 entry = _Entry(arena, field, axes, shape, width, count)
                 self._entries[arena.name, field.name] = entry
                 count += blocks * _count(shape)
@@ -124,9 +127,17 @@ class Fill:
         span = self.blocks * _count(entry.shape)
         return np.arange(entry.first, entry.first + span).reshape(self.blocks, *entry.shape)
 
+    def is_paged(self, arena: Arena) -> bool:
+        """Whether it has rows of tokens, or slots."""
+        return arena.group in self._paged
+
     def fields(self) -> Iterator[FieldName]:
         """Every (arena, field), in declared order."""
         yield from self._entries
+
+    def group(self, name: FieldName) -> str:
+        """The group of a field."""
+        return self._entries[name].arena.group
 
     def width(self, name: FieldName) -> int:
         """Bytes of an element."""
@@ -140,7 +151,8 @@ class Fill:
         block, rest = divmod(serial - entry.first, _count(entry.shape))
         spot = np.unravel_index(rest, entry.shape)
         at = {axis: int(index) for axis, index in zip(entry.axes, spot, strict=True)}
-        return Located(entry.arena.name, entry.field.name, entry.arena.layer, block, at)
+        unit = "page" if entry.arena.group in self._paged else "slot"
+        return Located(entry.arena.name, entry.field.name, entry.arena.layer, unit, block, at)
 
     def entry(self, serial: int) -> _Entry | None:
         """The field whose number it is; None if nobody's."""
@@ -190,6 +202,12 @@ class Map:
         out[mine] = (fill.codes(self.serial[mine], number) >> shift & np.uint64(255)).astype(np.uint8)
         return out
 
+    def only(self, fill: Fill, groups: Collection[str]) -> Map:
+        """The same, what belongs to other groups being padding."""
+        taken = [fill.serials(name) for name in fill.fields() if fill.group(name) in groups]
+        kept = np.concatenate([numbers.ravel() for numbers in taken]) if taken else np.zeros(0, np.int64)
+        return Map(np.where(np.isin(self.serial, kept), self.serial, PADDING), self.byte, self.width)
+
     @property
     def content(self) -> NDArray[np.bool_]:
         """bool[bytes]: what belongs to some element."""
@@ -197,9 +215,17 @@ class Map:
         return content
 
 
-def device_map(fill: Fill, block: int, worker: int = 0, tp: int = 1) -> Map:
-    """One page-first block of a worker: arenas in declared order, aligned; padding at the end."""
-    arenas = fill.model.arenas
+def device_map(fill: Fill, groups: Collection[str], block: int, worker: int = 0, tp: int = 1) -> Map:
+    """One page-first block of a worker: arenas in declared order, aligned; padding at the end.
+
+    Args:
+        fill: whose numbers they are.
+        groups: all that share its range of block ids.
+        block: of that range.
+        worker: whose.
+        tp: of so many.
+    """
+    arenas = _of(fill.model.arenas, groups)
     chunks: list[Map] = []
     length = 0
     for arena in arenas:
@@ -211,14 +237,18 @@ def device_map(fill: Fill, block: int, worker: int = 0, tp: int = 1) -> Map:
     return _join([*chunks, _padding(-length % int(np.lcm.reduce(steps)))])
 
 
-def side_by_side_map(fill: Fill, block: int) -> Map:
+def side_by_side_map(fill: Fill, groups: Collection[str], block: int) -> Map:
     """Blocks of arenas that are bound one by one (layer-first), concatenated, each with its own padding."""
     chunks: list[Map] = []
-    for arena in fill.model.arenas:
+    for arena in _of(fill.model.arenas, groups):
         laid = _arena_map(arena, {f.name: fill.serials((arena.name, f.name))[block] for f in arena.fields})
         multiple = int(np.lcm(arena.stride_multiple_bytes, arena.align_bytes))
         chunks += [laid, _padding(-len(laid.serial) % multiple)]
     return _join(chunks)
+
+
+def _of(arenas: Sequence[Arena], groups: Collection[str]) -> list[Arena]:
+    return [arena for arena in arenas if arena.group in groups]
 
 
 def _held(fill: Fill, arena: Arena, field: Field, block: int, worker: int, tp: int) -> Serials:
@@ -229,19 +259,20 @@ def cut(numbers: Serials, field: Field, worker: int, tp: int) -> Serials:
     """The slice of [*axes] that one of `tp` equal owners of the cut axis has."""
     if field.shard_axis is None:
         return numbers
-    slices: list[Serials] = np.split(numbers, tp, axis=_axes(field).index(field.shard_axis))
+    axes = _axes(field, "token" in field.axes or numbers.ndim > len(field.axes))
+    slices: list[Serials] = np.split(numbers, tp, axis=axes.index(field.shard_axis))
     return slices[worker]
 
 
-def wire_map(fill: Fill, blocks: Sequence[int], shard: int, shards: int) -> Map:
+def wire_map(fill: Fill, groups: Collection[str], blocks: Sequence[int], shard: int, shards: int) -> Map:
     """One record's payload: dense, in the wire form's order; a cut field's slice, the rest in shard 0.
 
-    The rows of its pages, which lie in `blocks`, follow one another.
+    The rows of its pages, which lie in `blocks`, follow one another; a slot is a record of its own.
     """
     model = fill.model
     arenas = model.arenas if model.repack is None else model.repack.arenas
     chunks = []
-    for arena in arenas:
+    for arena in _of(arenas, groups):
         taken: dict[str, Serials] = {}
         for field in arena.fields:
             if field.shard_axis is None and shard:
@@ -255,7 +286,7 @@ def wire_map(fill: Fill, blocks: Sequence[int], shard: int, shards: int) -> Map:
 
 def _stored(fill: Fill, arena: Arena, field: Field, blocks: Sequence[int]) -> Serials:
     """[*axes]: the numbers of the elements that one field on the wire holds, whatever holds them here."""
-    want = _axes(field)
+    want = _axes(field, fill.is_paged(arena))
     joint = [axis for axis in want if "|" in axis]
     inner = tuple(axis for axis in want if axis not in joint)
     names = joint[0].split("|") if joint else [field.name]
@@ -269,9 +300,9 @@ def _held_here(fill: Fill, wire: Arena, name: str, blocks: Sequence[int]) -> tup
     near = [a for a in arenas if (a.group, a.layer) == (wire.group, wire.layer) and wire.layer is not None]
     for arena in (*(a for a in arenas if a.name == wire.name), *near):
         for field in arena.fields:
-            axes = _axes(field)
+            axes = _axes(field, fill.is_paged(arena))
             pages = [fill.serials((arena.name, field.name))[block] for block in blocks]
-            numbers = np.concatenate(pages, axes.index("token"))
+            numbers = np.concatenate(pages, axes.index("token")) if "token" in axes else pages[0]
             joint = [axis for axis in axes if "|" in axis]
             names = joint[0].split("|") if joint else [field.name]
             if name in names:
@@ -288,7 +319,10 @@ def _arena_map(arena: Arena, numbers: dict[str, Serials]) -> Map:
     """Walk one block in memory order."""
     if arena.arrangement == "planes":
         return _join([_elements(numbers[f.name], _width(f)) for f in arena.fields])
-    rows = next(iter(numbers.values())).shape[0]
+    one, first = arena.fields[0], next(iter(numbers.values()))
+    if "token" not in one.axes and first.ndim == len(one.axes):  # a slot: all fields of its one row
+        return _join([_elements(numbers[field.name], _width(field)) for field in arena.fields])
+    rows = first.shape[0]
     walk = [
         _elements(numbers[field.name][row], _width(field)) for row in range(rows) for field in arena.fields
     ]
@@ -316,13 +350,13 @@ def _join(maps: list[Map]) -> Map:
     )
 
 
-def _axes(field: Field) -> tuple[str, ...]:
-    return tuple(field.axes) if "token" in field.axes else ("token", *field.axes)
+def _axes(field: Field, paged: bool) -> tuple[str, ...]:
+    return tuple(field.axes) if "token" in field.axes or not paged else ("token", *field.axes)
 
 
-def _shape(field: Field, rows: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
-    axes = _axes(field)
-    shape = [rows if axis == "token" else field.axes[axis] for axis in axes]
+def _shape(field: Field, rows: int | None) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+    axes = _axes(field, rows is not None)
+    shape = [rows if axis == "token" and rows else field.axes[axis] for axis in axes]
     bits = DTYPE_BITS[field.dtype]
     if bits < 8:  # noqa: PLR2004 - two or more elements share a byte: the last axis counts bytes
         shape[-1] = shape[-1] * bits // 8

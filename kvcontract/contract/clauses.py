@@ -11,25 +11,12 @@ from typing import Final
 
 from kvcontract.contract.clause import LEVELS, Clause, Keeper, Level
 from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.run_clauses import RUN, SOUND
 from kvcontract.contract.tier_clauses import TIERS
 
 __all__ = ["CLAUSES", "LEVELS", "TIER_CLAUSES", "Clause", "Keeper", "Level", "clause"]
 
 _LOADED = ("KVC-DECL-01", "KVC-DECL-02", "KVC-DECL-03", "KVC-DECL-04")
-_SOUND = (
-    "KVC-DECL-06",
-    "KVC-DECL-08",
-    "KVC-DECL-09",
-    "KVC-DECL-12",
-    "KVC-LAYOUT-01",
-    "KVC-LAYOUT-02",
-    "KVC-LAYOUT-03",
-    "KVC-LAYOUT-04",
-    "KVC-REPACK-01",
-)
-_LAID_OUT = ("KVC-LAYOUT-06", "KVC-REPACK-03")
-_RUNS = ("KVC-LAYOUT-05", "KVC-PREFIX-01")
-
 _REGISTRY: Final[tuple[Clause, ...]] = (
     Clause(
         id="KVC-DECL-01",
@@ -198,7 +185,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="A page beyond the end reads or overwrites another tensor's memory.",
         fix="Allocate as many blocks as the pool has pages, page 0 included; the message does the sum.",
         rests_on=("E8", "B22"),
-        requires=_SOUND,
+        requires=SOUND,
     ),
     Clause(
         id="KVC-LAYOUT-06",
@@ -208,7 +195,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="A shifted layer, head or token is another token's state in every answer.",
         fix="If the oracle is right, report a fault of kvcontract; else correct the declared order.",
         rests_on=("E1",),
-        requires=_SOUND,
+        requires=SOUND,
     ),
     Clause(
         id="KVC-LAYOUT-07",
@@ -228,7 +215,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="Prefill at tp 2 and decode at tp 1 must name the same content the same way.",
         fix="State global sizes; never divide by ctx.options.tp.",
         rests_on=("D6",),
-        requires=_SOUND,
+        requires=SOUND,
     ),
     Clause(
         id="KVC-REPACK-01",
@@ -246,7 +233,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         rule="The callables of a Conversion can be imported by the names given.",
         why="They run in every worker process, which has only their names.",
         fix="Give 'module:function' of an importable module.",
-        requires=_SOUND,
+        requires=SOUND,
     ),
     Clause(
         id="KVC-REPACK-03",
@@ -266,127 +253,9 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="A changed source is a live page of a running request.",
         fix="Write with dst[...].copy_(...); allocate nothing that aliases src.",
         rests_on=("E6",),
-        requires=(*_SOUND, "KVC-REPACK-02"),
+        requires=(*SOUND, "KVC-REPACK-02"),
     ),
-    Clause(
-        id="KVC-PREFIX-01",
-        level="L2",
-        who="author",
-        rule="Over the arenas the model computes the logits that the unmodified model computes.",
-        why="An executor that skips a row, a head or a page still talks; only the original exposes it.",
-        fix="Check that the executor reads every row up to the context's end, page boundaries included.",
-        rests_on=("B17", "B19"),
-        requires=("KVC-LAYOUT-05", *_LAID_OUT),
-    ),
-    Clause(
-        id="KVC-PREFIX-02",
-        level="L2",
-        who="author",
-        rule="A run that starts from a device hit gives the cold run's logits, bit for bit.",
-        why="State that a page does not hold (a counter, a cached tensor) is lost on reuse.",
-        fix="Keep everything a later step reads in the declared arenas.",
-        rests_on=("R2", "B19"),
-        requires=_RUNS,
-    ),
-    Clause(
-        id="KVC-PREFIX-03",
-        level="L2",
-        who="author",
-        rule="At the serving precision, logits stay within the bounds of regret against the original.",
-        why="A precision that is lost in the cache shows only there.",
-        fix="Store what the model computes; declare a narrower dtype as such.",
-        requires=_RUNS,
-    ),
-    Clause(
-        id="KVC-PREFIX-04",
-        level="L2",
-        who="author",
-        rule="A step writes the rows of exactly its own positions, and no other byte.",
-        why="A write outside is another request's state, or a shared page's.",
-        fix="Address rows by page_table[position // page] and position % page only.",
-        rests_on=("B17", "B21", "E5"),
-        requires=("KVC-LAYOUT-05", *_LAID_OUT),
-    ),
-    Clause(
-        id="KVC-PREFIX-05",
-        level="L2",
-        who="runtime",
-        rule="A repeated prompt hits every full page but leaves a token to compute; partial pages never hit.",
-        why="A full hit without a token to run has no logits; a partial page is not immutable.",
-        fix="Report a fault of kvcontract with the trace.",
-        rests_on=("A12", "A13", "B19"),
-        requires=("KVC-LAYOUT-05",),
-    ),
-    Clause(
-        id="KVC-PREFIX-06",
-        level="L2",
-        who="runtime",
-        rule="Equal tokens in unequal scopes, or under other identities, never meet.",
-        why="Another tenant's or another adapter's state would be served.",
-        fix="Report a fault of kvcontract.",
-        rests_on=("D1", "D2", "D6"),
-        requires=_SOUND,
-    ),
-    Clause(
-        id="KVC-PREFIX-07",
-        level="L2",
-        who="runtime",
-        rule="Under any mix of requests, reuse and eviction the pool's books balance and no live page moves.",
-        why="A page given out twice is two requests writing one memory.",
-        fix="Report a fault of kvcontract with the seed.",
-        rests_on=("B2", "B3", "B4", "B11", "B14", "B15", "B16", "B21"),
-        requires=("KVC-LAYOUT-05",),
-    ),
-    Clause(
-        id="KVC-OFFLOAD-01",
-        level="L2",
-        who="runtime",
-        rule="Pages that left the device and came back through a tier hold the bytes they had.",
-        why="A restored page is trusted like a computed one.",
-        fix="Report a fault of kvcontract; the failure decodes what was found where.",
-        rests_on=("R3", "E1", "E7"),
-        requires=("KVC-LAYOUT-05", *_LAID_OUT),
-    ),
-    Clause(
-        id="KVC-OFFLOAD-02",
-        level="L2",
-        who="author",
-        rule="A run that starts from a prefix restored from a tier gives the cold run's logits, bit for bit.",
-        why="State beside the arenas survives a device hit but not an eviction.",
-        fix="Keep everything a later step reads in the declared arenas.",
-        rests_on=("R2", "R4"),
-        requires=(*_RUNS, "KVC-OFFLOAD-01"),
-    ),
-    Clause(
-        id="KVC-OFFLOAD-03",
-        level="L2",
-        who="runtime",
-        rule="A damaged, foreign or missing record is a shorter hit: never bytes, never an exception.",
-        why="Memory rots, disks lie; the answer must not.",
-        fix="Report a fault of kvcontract.",
-        rests_on=("R4", "E7", "H3"),
-        requires=("KVC-OFFLOAD-01",),
-    ),
-    Clause(
-        id="KVC-OFFLOAD-04",
-        level="L2",
-        who="runtime",
-        rule="At idle every lease, pin, hold and reservation is back, and close leaves nothing running.",
-        why="A leak of one page a request is an outage within the hour.",
-        fix="Report a fault of kvcontract with the seed.",
-        rests_on=("R8", "A6", "C1", "C6", "C10"),
-        requires=("KVC-LAYOUT-05",),
-    ),
-    Clause(
-        id="KVC-OFFLOAD-05",
-        level="L2",
-        who="engine",
-        rule="A tier that outlives the process needs resolved weights; tiers serve every degree that fits.",
-        why="Unresolved weights name two checkpoints alike; a share of a page is not the page.",
-        fix="Give a checkpoint folder, whose files are digested; for a larger tp, raise max_tp.",
-        rests_on=("D6", "E3", "H10"),
-        requires=_SOUND,
-    ),
+    *RUN,
 )
 
 _NAMED: Final = {item.id: item for item in (*_REGISTRY, *TIERS)}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from kvc_conformance.beside import Beside
 from kvc_conformance.content import POISON, Content, page_sizes, trimmed
-from kvcontract import Arena, Field, Group, KvModel, WeightIdentity
+from kvcontract import Arena, Field, Group, KvModel, WeightIdentity, Window
 from kvcontract.contract.check import check_model
 from kvcontract.contract.layout import layout
+from kvcontract.contract.model import Chunk
+from kvcontract.pool.sides import make_sides
 
 K = Field(name="k", dtype="bfloat16", axes={"head": 2, "dim": 3})
 V = Field(name="v", dtype="float32", axes={"head": 2, "dim": 3})
@@ -80,3 +84,77 @@ def test_a_trimmed_declaration_is_whole() -> None:
     assert len(trimmed(MODEL, 6, 1).arenas) == 1
     assert page_sizes(MODEL, (1, 3, 16)) == (2, 4, 16)
     assert np.unique(page_sizes(small, (1, 2))).tolist() == [2]
+
+
+STATE = Field(name="state", dtype="float32", axes={"head": 2, "key": 3})
+CONV = Field(name="q", dtype="bfloat16", axes={"head": 2, "column": 3})
+HYBRID = MODEL.model_copy(
+    update={
+        "groups": (
+            *MODEL.groups,
+            Group(name="win", reach=Window(tokens=6)),
+            Group(name="gdn", kind="bounded", boundary_tokens=8),
+        ),
+        "arenas": (
+            *MODEL.arenas[:2],
+            Arena.planes(name="near", group="win", layer=2, fields=(K,)),
+            *(Arena.planes(name=f"s{i}", group="gdn", layer=3 + i, fields=(STATE, CONV)) for i in range(3)),
+        ),
+    }
+)
+
+
+def test_f2_a_state_depends_on_every_token_so_far_and_a_wrong_one_is_told() -> None:
+    """F2: one that was taken a token late, in another place, or of another prompt is told as such."""
+    content = Content(HYBRID)
+    assert content.state_bytes == 3 * (24 + 12)
+    right, late = content.state(TOKENS, 3), content.state(TOKENS, 4)
+    assert content.wrong_state(right, TOKENS, 3) is None
+    assert content.wrong_state(late, TOKENS, 3) == (
+        "the state after 3 tokens, layer 3 state: found the state after token 3 of this prompt"
+    )
+    moved = right.copy()
+    moved[24:36] = right[60:72]
+    assert str(content.wrong_state(moved, TOKENS, 3)).endswith(
+        "layer 3 q: found the state after token 2, layer 4 q of this prompt"
+    )
+    assert "another prompt" in str(content.wrong_state(content.state([1], 1), TOKENS, 3))
+    assert "poison" in str(content.wrong_state(np.full_like(right, POISON), TOKENS, 3))
+
+
+def test_rows_of_one_space_are_judged_by_themselves() -> None:
+    """What lies in a window is the columns of its arenas, and no more."""
+    content = Content(HYBRID)
+    assert content.windows == ("window-6",)
+    rows = content.rows(TOKENS)
+    near = rows[:, -12:].copy()
+    assert content.wrong(near, TOKENS, space="window-6") is None
+    near[2] = rows[2, :12]
+    told = content.wrong(near, TOKENS, space="window-6")
+    assert told == "token 2, layer 2 k: found the value of token 2, layer 0 k of this prompt"
+
+
+def test_a_trimmed_hybrid_keeps_its_kinds_over_a_few_pages() -> None:
+    """Windows end within a few pages, states may be taken at each, and a bounded group keeps two arenas."""
+    small = trimmed(HYBRID, 2, 1)
+    assert [arena.name for arena in small.arenas] == ["l0", "near", "s0", "s1"]
+    assert [group.reach.key for group in small.groups] == ["full", "window-5", "full"]
+    assert [group.boundary_tokens for group in small.groups] == [None, None, 2]
+    assert not check_model(small)
+
+
+@pytest.mark.parametrize("record_pages", [1, 2])
+@pytest.mark.parametrize("reach", [Window(tokens=6), Window(tokens=9, sink_tokens=5), Chunk(tokens=12)])
+def test_r2_what_a_hit_needs_agrees_with_the_pools(reach: Window | Chunk, record_pages: int) -> None:
+    """R2: the suite counts pages one by one, the pools by a formula; they agree at every boundary."""
+    groups = (HYBRID.groups[0], Group(name="win", reach=reach), HYBRID.groups[2])
+    model = HYBRID.model_copy(update={"groups": groups, "key_tokens": 4 * record_pages})
+    beside = Beside.of(model)
+    sides = make_sides(model, {reach.key: 40, "slots-gdn": 9}, 16)
+    assert beside.granule_tokens == beside.stored_tokens == sides.granule_tokens == 8
+    for boundary in range(0, 80, beside.granule_tokens):
+        wanted = sides.windows[0].needed(boundary // 4).tolist()
+        assert beside.needed(reach.key, boundary) == wanted
+    assert beside.stops(17) == [8, 16]
+    assert [beside.step_end(3, end, [8, 16]) for end in (5, 9, 20)] == [5, 8, 8]
+    assert not Beside.of(MODEL)

@@ -15,6 +15,7 @@ from kvcontract.contract.model import Repack
 from kvcontract.contract.wire import parts, wire_record
 
 BLOCKS = 3
+GROUPS = ("kv",)
 
 
 def field(name: str, dtype: str = "bfloat16", shard: str | None = "head", **axes: int) -> Field:
@@ -72,7 +73,8 @@ def walked(fill: Fill, arenas: tuple[ArenaLayout, ...], size: int, blocks: Seque
         for item in laid.fields:
             name = (laid.name, item.name)
             device = device_axes(fill.model, name)
-            numbers = np.concatenate([fill.serials(name)[block] for block in blocks], device.index("token"))
+            held = [fill.serials(name)[block] for block in blocks]
+            numbers = np.concatenate(held, device.index("token")) if "token" in device else held[0]
             numbers = np.transpose(numbers, [device.index(axis) for axis in item.axes])
             first = [cut(name, axis) for axis in item.axes]  # type: ignore[operator]
             for at in product(*(range(extent) for extent in item.shape)):
@@ -87,7 +89,7 @@ def walked(fill: Fill, arenas: tuple[ArenaLayout, ...], size: int, blocks: Seque
 def device_axes(model: KvModel, name: tuple[str, str]) -> tuple[str, ...]:
     """The order in which the fill counts a field's axes."""
     (found,) = (
-        item.axes for laid in layout(model).space("full").arenas for item in laid.fields
+        item.axes for space in layout(model).spaces for laid in space.arenas for item in laid.fields
         if (laid.name, item.name) == name
     )  # fmt: skip
     return found
@@ -116,7 +118,7 @@ def test_device_map_agrees_with_the_strides(name: str, tp: int) -> None:
 
         for block in range(BLOCKS):
             wanted = walked(fill, space.arenas, space.stride_bytes, [block], cut)
-            same(device_map(fill, block, worker, tp), wanted)
+            same(device_map(fill, GROUPS, block, worker, tp), wanted)
 
 
 @pytest.mark.parametrize("blocks", [[1], [2, 0, 1]])
@@ -137,7 +139,7 @@ def test_wire_map_agrees_with_the_strides(name: str, shards: int, blocks: list[i
         if record.arenas:
             wanted = walked(fill, record.arenas, record.payload_bytes, blocks, cut)
             assert wanted.content.all()
-            same(wire_map(fill, blocks, shard, shards), wanted)
+            same(wire_map(fill, GROUPS, blocks, shard, shards), wanted)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -184,7 +186,7 @@ def test_bool_elements_hold_nothing_but_0_and_1() -> None:
 def test_a_lost_bit_is_found_at_every_width(dtype: str) -> None:
     """KVC-REPACK-03: whichever bit is cleared or set, even where a NaN may be another NaN."""
     fill = Fill(model_of(arena(0, field("k", dtype, None, dim=3)), page_tokens=2), 1)
-    where, (name,) = device_map(fill, 0), fill.fields()
+    where, (name,) = device_map(fill, GROUPS, 0), fill.fields()
     images = [where.expected(fill, number) for number in range(fill.passes)]
     for bit in range(8 * fill.width(name)):
         mask = np.zeros(fill.width(name), np.uint8)
@@ -197,7 +199,7 @@ def test_a_lost_bit_is_found_at_every_width(dtype: str) -> None:
 def test_a_nan_may_come_back_as_another_only_where_that_is_said() -> None:
     """KVC-REPACK-03: payloads of NaN are no values; a copy keeps them all the same."""
     fill = Fill(model_of(arena(0, field("k", "bfloat16", None, dim=7)), page_tokens=96), 1)
-    where = device_map(fill, 0)
+    where = device_map(fill, GROUPS, 0)
     images = [where.expected(fill, number) for number in range(fill.passes)]
     plain = [image.view("<u2") for image in images]
     nan = [((held & 0x7F80) == 0x7F80) & ((held & 0x7F) != 0) for held in plain]
@@ -213,12 +215,12 @@ def test_a_nan_may_come_back_as_another_only_where_that_is_said() -> None:
 def test_a_wrong_byte_decodes_to_where_it_came_from() -> None:
     """A swap is told by both places; equal memory, and padding of any kind, by nothing."""
     fill = Fill(MODELS["aligned"], BLOCKS)
-    where = device_map(fill, 2)
+    where = device_map(fill, GROUPS, 2)
     images = [where.expected(fill, number) for number in range(fill.passes)]
     for image in images:
         image[~where.content] = 0xEE
     assert compare(images, where, fill) is None
-    other = device_map(fill, 1)
+    other = device_map(fill, GROUPS, 1)
     swapped = [
         np.where(np.arange(len(image)) < 5, other.expected(fill, number), image)
         for number, image in enumerate(images)
@@ -230,3 +232,34 @@ def test_a_wrong_byte_decodes_to_where_it_came_from() -> None:
     blank = [np.zeros_like(image) for image in images]
     assert "belongs nowhere" in str(compare(blank, where, fill))
     assert "B were found where" in str(compare([image[1:] for image in images], where, fill))
+
+
+def test_slots_have_no_tokens_and_are_records_of_their_own() -> None:
+    """KVC-LAYOUT-06, KVC-REPACK-03: one block is one slot, whatever pages and records are."""
+    state = Field(name="state", dtype="float32", axes={"head": 4, "key": 3, "value": 5}, shard_axis="head")
+    conv = Field(name="q", dtype="bfloat16", axes={"head": 4, "column": 3}, shard_axis="head")
+    slot = Arena.planes(name="slot", group="gdn", layer=2, fields=(state, conv), align_bytes=64)
+    rows = Arena.rows(name="rows", group="gdn", layer=3, fields=(state, conv))
+    paged = model_of(arena(0, K, V)).model_copy(update={"key_tokens": 12})
+    model = paged.model_copy(
+        update={
+            "groups": (*paged.groups, Group(name="gdn", kind="bounded")),
+            "arenas": (*paged.arenas, slot, rows),
+        }
+    )
+    fill = Fill(model, BLOCKS)
+    part = next(part for part in parts(model) if part.groups == ("gdn",))
+    for tp in (1, 2):
+        space = layout(model, tp - 1, tp).space("slots-gdn")
+        first = (tp - 1) * 4 // tp
+
+        def worker(_: tuple[str, str], axis: str, first: int = first) -> int:
+            return first if axis == "head" else 0
+
+        wanted = walked(fill, space.arenas, space.stride_bytes, [1], worker)
+        same(device_map(fill, ("gdn",), 1, tp - 1, tp), wanted)
+        record = wire_record(model, part, tp - 1, tp)
+        wanted = walked(fill, record.arenas, record.payload_bytes, [1], worker)
+        same(wire_map(fill, ("gdn",), [1], tp - 1, tp), wanted)
+    number = int(fill.serials(("slot", "state"))[2, 1, 0, 0])
+    assert str(fill.where(number)) == "layer 2 STATE slot 2 head 1 key 0 value 0"

@@ -5,13 +5,28 @@ from __future__ import annotations
 from typing import Final
 
 from kvc_conformance.bench import Check
-from kvc_conformance.checks import golden, layout, offload, prefix, static, tier, tier_damage, tier_life
+from kvc_conformance.checks import (
+    bounded,
+    golden,
+    layout,
+    offload,
+    prefix,
+    snapshots,
+    static,
+    tier,
+    tier_damage,
+    tier_life,
+    writes,
+)
 
 CHECKS: Final[tuple[Check, ...]] = (
     *static.CHECKS,
     *layout.CHECKS,
+    *bounded.CHECKS,
+    *writes.CHECKS,
     *golden.CHECKS,
     *prefix.CHECKS,
+    *snapshots.CHECKS,
     *offload.CHECKS,
 )
 """The checks on models."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 from kvc_conformance.bench import Bench, Check, Failed, NotApplicable, small_enough
 from kvc_conformance.channel import Message
 from kvc_conformance.oracle import Fill, Map, compare, cut, device_map, side_by_side_map, wire_map
-from kvcontract.contract.layout import tp_faults, with_page_tokens
+from kvcontract.contract.layout import layout, tp_faults, with_page_tokens
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.wire import Part, parts
 
 PAGE_SIZES: Final = (1, 3, 5)
 """Odd sizes, beside the declared one: nothing may depend on a page of 16."""
@@ -89,8 +91,10 @@ def _where_it_lies(bench: Bench, case: str) -> str:
                 bench.small_child.call("memory.write", arguments, _arrays(fill, number, worker, tp))
                 for number in range(fill.passes)
             ]
-            maps = [device_map(fill, block, worker, tp) for block in range(BLOCKS)]
-            _expect(answers, "image", maps, fill, range(BLOCKS), f"written at tp {tp}, worker {worker}")
+            for space in layout(model).spaces:
+                maps = [device_map(fill, space.groups, block, worker, tp) for block in range(BLOCKS)]
+                what = f"written at tp {tp}, worker {worker}"
+                _expect(answers, f"image|{space.key}", maps, fill, range(BLOCKS), what)
     return f"{fill.count - 1:,} elements, {fill.passes} pass(es), tp {', '.join(map(str, degrees))}"
 
 
@@ -178,58 +182,89 @@ def _comes_back(bench: Bench, case: str) -> str:
     fill, answers = _roundtrip(bench, form)
     sources, targets = _blocks(form.pages)
     for answer in answers:
-        if any(answer.body["saved"]) or any(answer.body["loaded"]) or answer.body["faults"]:
+        codes = [*answer.body["saved"].values(), *answer.body["loaded"].values()]
+        if any(map(any, codes)) or answer.body["faults"]:
             said = "; ".join(answer.body["faults"]) or f"codes {answer.body['saved']} {answer.body['loaded']}"
             raise Failed(f"pages could not be saved and restored: {said}")
-    shards = sum(name.startswith("wire_") for name in answers[0].arrays)
-    if not _by_value(fill.model):  # the bytes between two callables are the author's own business
-        records = [range(at, at + form.pages) for at in range(0, len(sources), form.pages)]
-        for shard in range(shards):
-            maps = [wire_map(fill, blocks, shard, shards) for blocks in records]
-            _expect(answers, f"wire_{shard}", maps, fill, range(len(records)), f"stored, shard {shard}")
-    lies = side_by_side_map if form.layer_first else device_map
-    maps = [lies(fill, block) for block in range(len(sources))]
+    shards = max(_wire_is_right(fill, part, form, answers) for part in parts(fill.model))
     rows = [target + int(form.layer_first) for target in targets]
-    _expect(answers, "restored", maps, fill, rows, "saved, then restored")
+    for key, groups, stored in _stored(fill.model):
+        lies = side_by_side_map if form.layer_first else device_map
+        maps = [lies(fill, groups, block).only(fill, stored) for block in range(len(sources))]
+        _expect(answers, f"restored|{key}", maps, fill, rows, "saved, then restored")
     return f"{shards} shard(s), {fill.passes} pass(es)"
+
+
+def _wire_is_right(fill: Fill, part: Part, form: _Form, answers: list[Message]) -> int:
+    """Whether records are what the declaration says; how many shards they have."""
+    shards = sum(name.startswith(f"wire|{part.name}|") for name in answers[0].arrays)
+    if _by_value(fill.model):  # the bytes between two callables are the author's own business
+        return shards
+    sources, _ = _blocks(form.pages)
+    step = form.pages if fill.model.group(part.groups[0]).kind == "paged" else 1
+    records = [range(at, at + step) for at in range(0, len(sources), step)]
+    for shard in range(shards):
+        maps = [wire_map(fill, part.groups, blocks, shard, shards) for blocks in records]
+        what = f"part {part.name} stored, shard {shard}"
+        _expect(answers, f"wire|{part.name}|{shard}", maps, fill, range(len(records)), what)
+    return shards
+
+
+def _stored(model: KvModel) -> list[tuple[str, tuple[str, ...], set[str]]]:
+    """Each space: key, groups, and those of them that are saved."""
+    saved = {name for part in parts(model) for name in part.groups}
+    return [(space.key, space.groups, saved & set(space.groups)) for space in layout(model).spaces]
 
 
 def _touches_nothing_else(bench: Bench, case: str) -> None:
     """KVC-LAYOUT-07: other pages, guards and padding keep their poison; the saved pages are unchanged."""
     form = _Form.of(case)
     fill, answers = _roundtrip(bench, form)
+    if any(answer.body["source_changed"] for answer in answers):
+        raise Failed("saving changed the device memory it read")
     sources, targets = _blocks(form.pages)
-    lies = (side_by_side_map if form.layer_first else device_map)(fill, 0)
-    for answer in answers:
-        if answer.body["source_changed"]:
-            raise Failed("saving changed the device memory it read")
-        for what, blocks in (("after_save", sources), ("restored", targets)):
-            image = answer.arrays[what].copy()
-            for block in blocks:
-                image[block + int(form.layer_first)][lies.content] = POISON
-            stray = np.argwhere(image != POISON)
-            if len(stray):
-                block, byte = (int(number) for number in stray[0])
-                block -= int(form.layer_first)
-                raise Failed(
-                    f"{what}: byte {byte} of block {block} was overwritten; only pages"
-                    f" {list(blocks)} are concerned ({len(stray):,} stray bytes)"
-                )
+    lies = side_by_side_map if form.layer_first else device_map
+    for key, groups, stored in _stored(fill.model):
+        written = lies(fill, groups, 0)
+        for answer in answers:
+            _is_poison(answer, f"after_save|{key}", sources, written, form)
+            _is_poison(answer, f"restored|{key}", targets, written.only(fill, stored), form)
+
+
+def _is_poison(answer: Message, what: str, blocks: Sequence[int], written: Map, form: _Form) -> None:
+    """All but some bytes of some blocks."""
+    image = answer.arrays[what].copy()
+    for block in blocks:
+        image[block + int(form.layer_first)][written.content] = POISON
+    stray = np.argwhere(image != POISON)
+    if len(stray):
+        block, byte = (int(number) for number in stray[0])
+        block -= int(form.layer_first)
+        verb, key = what.split("|")
+        raise Failed(
+            f"{verb}: byte {byte} of block {block} in {key} was overwritten; only blocks"
+            f" {list(blocks)} are concerned ({len(stray):,} stray bytes)"
+        )
 
 
 def _refuses(bench: Bench, _case: str) -> str:
     """KVC-LAYOUT-05: memory that does not fit is refused when bound, with arithmetic."""
     small_enough(bench.small)
     answer = bench.small_child.call("memory.refusals", {"blocks": BLOCKS}).body
-    answers: dict[str, str | None] = dict(answer["answers"])
-    if answers.pop("fits") is not None:
-        raise Failed("memory that fits every block was refused", fault="runtime")
-    for attempt, said in answers.items():
-        if said is None:
-            raise Failed(f"binding {attempt} was accepted", fault="runtime")
-        if "KVC-LAYOUT-05" not in said or answer["arena"] not in said:
-            raise Failed(f"binding {attempt} was refused without clause or arena: {said}", fault="runtime")
-    return f"refused: {', '.join(answers)}"
+    tried = set[str]()
+    for found in answer["spaces"].values():
+        answers: dict[str, str | None] = dict(found["answers"])
+        if answers.pop("fits") is not None:
+            raise Failed("memory that fits every block was refused", fault="runtime")
+        for attempt, said in answers.items():
+            if said is None:
+                raise Failed(f"binding {attempt} was accepted", fault="runtime")
+            if "KVC-LAYOUT-05" not in said or found["arena"] not in said:
+                raise Failed(
+                    f"binding {attempt} was refused without clause or arena: {said}", fault="runtime"
+                )
+        tried |= set(answers)
+    return f"refused: {', '.join(sorted(tried))}"
 
 
 def _own_memory(bench: Bench, _case: str) -> str:

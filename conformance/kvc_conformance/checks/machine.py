@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from kvc_conformance.bench import Bench, Failed
+from kvc_conformance.beside import Beside
+from kvc_conformance.channel import Message
 from kvc_conformance.content import Content
 from kvc_conformance.driver import ProbeFailed
 from kvc_conformance.rig import TOKEN_IDS, Rig, Scope, model_for, prompt, whose
@@ -17,6 +19,11 @@ from kvc_conformance.rig import TOKEN_IDS, Rig, Scope, model_for, prompt, whose
 STEPS: Final = 150
 TRACED: Final = 12
 POOL_PAGES: Final = 25
+SLOTS: Final = 7
+"""Of each bounded group: a few requests, or fewer and a few snapshots."""
+
+STEP_PAGES: Final = 3
+BOUNDARY_TOKENS: Final = 4
 FAMILIES: Final = 4
 SCOPES: Final[tuple[Scope, ...]] = ({}, {"salt": "x"})
 TIER_PAGES: Final = 20
@@ -27,13 +34,14 @@ ROOM_S: Final = 0.2
 
 @dataclass(slots=True)
 class _Live:
-    """What the model knows of a request: no more than its tokens."""
+    """What the model knows of a request: no more than its tokens, and whether it has run any itself."""
 
     tokens: list[int]
     prompt_len: int
     max_new: int
     scope: Scope
     committed: int
+    begun: bool = False
 
     @property
     def sampled(self) -> int:
@@ -51,9 +59,12 @@ class Machine:
     def __init__(self, bench: Bench, page: int) -> None:
         self._seed, self._page = bench.seed, page
         self._rng = np.random.default_rng([bench.seed, page])
-        model = model_for(bench, page, limit_bytes=512)
-        tier = {"capacity_bytes": TIER_PAGES * (page * Content(model).row_bytes + _FRAME_BYTES)}
-        self.rig = Rig(bench, model, pages=POOL_PAGES, tiers=[tier], inline=True)
+        model = model_for(bench, page, limit_bytes=512, boundary_tokens=BOUNDARY_TOKENS)
+        content, beside = Content(model), Beside.of(model)
+        size = page * content.row_bytes + content.state_bytes + _FRAME_BYTES * (1 + bool(beside))
+        few = {f"slots-{name}": SLOTS for name in beside.slots}
+        more: dict[str, Any] = {"tiers": [{"capacity_bytes": TIER_PAGES * size}], "beside": few}
+        self.rig = Rig(bench, model, pages=POOL_PAGES, step_pages=STEP_PAGES, inline=True, **more)
         self._live: dict[str, _Live] = {}
         self._trace: deque[str] = deque(maxlen=TRACED)
         self._number = 0
@@ -118,11 +129,11 @@ class Machine:
         self._trace.append(f"{hit.id}: {len(tokens)} tokens of family {family}, hit {hit.tokens}")
         if hit.wrong is not None:
             raise Failed(f"{hit.id}: a hit of {hit.tokens} tokens has wrong content: {hit.wrong}")
-        if hit.tokens % self._page or hit.tokens >= len(tokens):
-            raise Failed(f"{hit.id}: a hit of {hit.tokens} of {len(tokens)} tokens, pages of {self._page}")
+        unit = self.rig.beside.granule_tokens
+        if hit.tokens % unit or hit.tokens >= len(tokens):
+            raise Failed(f"{hit.id}: a hit of {hit.tokens} of {len(tokens)} tokens, in steps of {unit}")
         self.figures["hits"] += hit.tokens > 0
-        arguments: dict[str, Any] = {"id": hit.id, "tokens": tokens, "scope": dict(scope), "max_new": max_new}
-        answer = self.rig.call("admit_request", **arguments).body["answer"]
+        answer = self.rig.ask(hit.id, tokens, scope, max_new)
         self._trace[-1] += f", + {max_new} new: {answer}"
         if answer == "RequestKv":
             self.figures["requests"] += 1
@@ -134,11 +145,11 @@ class Machine:
         if name is None:
             return False
         live = self._live[name]
-        limit = 1 + self._draw(3 * self._page)
-        end = min(live.prompt_len, live.committed + limit)
+        limit = 1 + self._draw(STEP_PAGES * self._page)
+        end = self._end(live, limit)
         token = self._draw(TOKEN_IDS)
         self._step(name, end, max_tokens=limit, token=token)
-        live.committed = end
+        live.committed, live.begun = end, True
         if end == live.prompt_len:
             live.tokens.append(token)
         return True
@@ -158,22 +169,27 @@ class Machine:
         name = self._pick(lambda live: live.committed < live.prompt_len)
         if name is not None:
             live = self._live[name]
-            end = min(live.prompt_len, live.committed + 2 * self._page)
+            end = self._end(live, 2 * self._page)
             self._step(name, end, max_tokens=2 * self._page, token=0, revert=True)
         return name is not None
+
+    def _end(self, live: _Live, limit: int) -> int:
+        """Where a prefill of so many tokens ends."""
+        most = min(live.prompt_len, live.committed + limit)
+        return self.rig.beside.step_end(live.committed, most, self.rig.beside.stops(live.prompt_len))
 
     def _step(self, name: str, end: int, **arguments: Any) -> None:
         live = self._live[name]
         verb = "revert" if arguments.get("revert") else "prefill" if "max_tokens" in arguments else "decode"
         self._trace.append(f"{name}: {verb} tokens {live.committed} .. {end - 1}")
-        content = self.rig.content.rows(live.tokens, live.committed, end, whose(live.scope))
-        body = self.rig.call("step", {"content": content}, id=name, **arguments).body
-        wanted = (live.committed, end, -(-end // self._page))
-        found = (body["start"], body["end"], len(body["pages"]))
+        body = self.rig.step(name, live.tokens, live.committed, end, whose(live.scope), **arguments).body
+        pages = -(-end // self._page)
+        wanted = (live.committed, end, dict.fromkeys(body["pages"], pages))
+        found = (body["start"], body["end"], {key: len(table) for key, table in body["pages"].items()})
         if found != wanted:  # B17
             raise Failed(
                 f"{name}: a step over tokens {found[0]} .. {found[1] - 1} on {found[2]} pages;"
-                f" expected {wanted[0]} .. {wanted[1] - 1} on {wanted[2]}"
+                f" expected {wanted[0]} .. {wanted[1] - 1} on {pages} in each space"
             )
         self.figures["steps"] += 1
 
@@ -206,28 +222,57 @@ class Machine:
         answer = self.rig.call("look")
         if answer.body["books"] is not None:
             raise Failed(answer.body["books"])
-        owners: dict[int, tuple[str, int]] = {}
-        for name, pages in answer.body["pages"].items():
-            self._check_owners(owners, name, pages)
-            live = self._live[name]
-            wrong = self.rig.content.wrong(
-                answer.arrays[name][: live.committed], live.tokens, whose=whose(live.scope)
-            )
+        self._check_slots(answer.body["slots"])
+        owners: dict[tuple[str, int], tuple[str, int]] = {}
+        for name, tables in answer.body["pages"].items():
+            for key, table in tables.items():
+                self._check_owners(owners, name, key, table)
+            wrong = self._wrong(name, tables, answer)
             if wrong is not None:
-                raise Failed(f"{name}: a live page has changed: {wrong}")
+                raise Failed(f"{name}: what a request has written has changed: {wrong}")
 
-    def _check_owners(self, owners: dict[int, tuple[str, int]], name: str, pages: list[int]) -> None:
+    def _wrong(self, name: str, tables: dict[str, list[int]], answer: Message) -> str | None:
+        """What is wrong with the memory of a live request, in every space."""
+        live, rig, wrong = self._live[name], self.rig, None
+        who, end = whose(live.scope), live.committed
+        for key, table in tables.items():
+            numbers = [number for number, block in enumerate(table) if block]
+            needed = set(rig.beside.needed(key, end)) if key in rig.beside.windows else set(range(len(table)))
+            lost = sorted(number for number in needed - set(numbers) if number * self._page < end)
+            if lost:
+                return f"{key}: pages {lost} are gone, and steps from {end} tokens on read them"
+            wrong = wrong or rig.wrong_pages(
+                key, numbers, answer.arrays[f"{name} {key}"], live.tokens, who, end
+            )
+        if wrong is None and live.begun and rig.content.state_bytes:
+            wrong = rig.content.wrong_state(answer.arrays[f"{name} state"], live.tokens, end, who)
+        return wrong
+
+    def _check_slots(self, slots: dict[str, dict[str, int]]) -> None:
+        """The live slot of a request is its own (F1)."""
+        owners: dict[tuple[str, int], str] = {}
+        for name, mine in slots.items():
+            for place in mine.items():
+                if place[1] == 0 or owners.setdefault(place, name) != name:
+                    other = "padding" if place[1] == 0 else owners[place]
+                    raise Failed(f"slot {place[1]} of {place[0]} is {name}'s and {other}'s at once")
+
+    def _check_owners(
+        self, owners: dict[tuple[str, int], tuple[str, int]], name: str, key: str, pages: list[int]
+    ) -> None:
         """Two requests share a page only where it is complete, and the same tokens lead to it."""
-        if 0 in pages:
+        if 0 in pages and key not in self.rig.beside.windows:
             raise Failed(f"{name} was given page 0, which is padding")  # B21
         for number, page in enumerate(pages):
-            other, place = owners.setdefault(page, (name, number))
+            other, place = owners.setdefault((key, page), (name, number)) if page else (name, number)
             if (other, place) == (name, number):
                 continue
             mine, theirs, end = self._live[name], self._live[other], (number + 1) * self._page
             complete = min(mine.committed, theirs.committed) >= end and place == number
             if not complete or mine.scope != theirs.scope or mine.tokens[:end] != theirs.tokens[:end]:
-                raise Failed(f"page {page} is page {number} of {name} and page {place} of {other} at once")
+                raise Failed(
+                    f"page {page} of {key} is page {number} of {name} and page {place} of {other} at once"
+                )
 
 
 def run_machine(bench: Bench, page: int) -> str:

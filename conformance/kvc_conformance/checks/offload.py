@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed
+from kvc_conformance.beside import Beside
 from kvc_conformance.content import page_sizes
 from kvc_conformance.driver import ProbeFailed
-from kvc_conformance.rig import SECRET, Rig, model_for, prompt
+from kvc_conformance.rig import SECRET, Hit, Rig, model_for, prompt
 from kvcontract.contract.layout import tp_faults
 from kvcontract.contract.model import KvModel, WeightIdentity
+from kvcontract.contract.wire import parts
 
 PAGE_SIZES: Final = (1, 3, 16)
 RECORD_PAGES: Final = ((3, 2), (1, 3))
 """Sizes of pages, and pages of a record, beside records of one page."""
+BOUNDARY_TOKENS: Final = 4
 MEMORIES: Final = ("page-first", "layer-first")
+RESTART: Final = "restarted over a disk tier"
 RESTORED_ROW_BYTES: Final = 64 * 1024
 STORED_PAGES: Final = 5
 DAMAGED_PAGE: Final = 2
@@ -32,16 +36,22 @@ class Damage:
         pages: how long the hit is then.
         reason: beginning of the reason that is counted.
         policy: of the resolve that meets it.
+        at: place of the record that is meant.
     """
 
     kind: str
     pages: int
     reason: str
     policy: dict[str, Any]
+    at: int
 
 
 def _damage(kind: str, pages: int, reason: str, **policy: Any) -> Damage:
-    return Damage(kind, pages, f"dram: {reason}", policy)
+    return Damage(kind, pages, f"dram: {reason}", policy, DAMAGED_PAGE)
+
+
+def _beside(kind: str, pages: int, reason: str, **policy: Any) -> Damage:
+    return Damage(kind, pages, reason, policy, STORED_PAGES - 1)
 
 
 DAMAGES: Final = (
@@ -58,50 +68,80 @@ DAMAGES: Final = (
     _damage("presence too long", 0, "answered for"),
     _damage("presence too short", 0, "answered for"),
 )
+"""Of records of full pages."""
+
+BESIDE_DAMAGES: Final = (
+    _beside("payload bit flipped", STORED_PAGES - 1, "state at"),
+    _beside("header byte flipped", STORED_PAGES - 1, "state at"),
+    _beside("record of another model", STORED_PAGES - 1, "state at"),
+    _beside("record is lost", STORED_PAGES - 1, "state at"),
+    _beside("load fails", STORED_PAGES - 1, "state at"),
+    _beside("load raises", 0, "state at"),
+    _beside("load is silent", 0, "state did not land in time", deadline_s=SHORT_DEADLINE_S),
+    _beside("lookup raises", 0, "dram: lookup failed"),
+    _beside("lookup is silent", 0, "dram: lookup timed out", deadline_s=SHORT_DEADLINE_S),
+    _beside("presence too long", 0, "dram: lookup failed"),
+    _beside("presence too short", 0, "dram: lookup failed"),
+)
+"""Of records beside: without the last one, the hit ends a boundary earlier."""
+
+WHOLE: Final = "nothing is damaged"
 
 
 def _restore_cases(bench: Bench) -> tuple[str, ...]:
     sizes = [str(size) for size in page_sizes(bench.small, PAGE_SIZES)]
     sizes += [f"{page_sizes(bench.small, (size,))[0]} x {pages}" for size, pages in RECORD_PAGES]
-    return tuple(f"page {size}, {memory}" for size in sizes for memory in MEMORIES)
+    tiers = [f"page {size}, {memory}" for size in sizes for memory in MEMORIES]
+    return (*tiers, *(f"page {size}, {RESTART}" for size in (sizes[1], sizes[-1])))
 
 
 def _restore(bench: Bench, case: str) -> str:
     """KVC-OFFLOAD-01."""
     size, memory = case.removeprefix("page ").split(", ")
+    lasting = memory == RESTART
     page, pages = (int(number) for number in size.split(" x ")) if "x" in size else (int(size), 1)
-    record = pages * page
-    model = model_for(bench, page, RESTORED_ROW_BYTES, record if pages > 1 else None)
-    rig = Rig(bench, model, pages=16 * pages, tiers=[{}], layer_first=memory == "layer-first")
-    base = prompt(bench.seed, page, 600, length=3 * record + page // 2 + 1)
-    branch = [*base[:page], *prompt(bench.seed, page, 601, length=2 * record + 1)]
+    key_tokens = pages * page if pages > 1 else None
+    model = model_for(bench, page, RESTORED_ROW_BYTES, key_tokens, BOUNDARY_TOKENS)
+    unit = Beside.of(model).stored_tokens
+    more: dict[str, Any] = {"pages": 32 * unit // page, "layer_first": memory == "layer-first"}
+    if lasting:  # what outlives its process needs weights that are known
+        known = WeightIdentity(kind="digest", value="0" * 32)
+        model = model.model_copy(update={"weights": known})
+        more["secret"] = SECRET
+    more["tiers"] = [{"disk": str(bench.folder / case)}] if lasting else [{}]
+    rig = Rig(bench, model, **more)
+    base = prompt(bench.seed, page, 600, length=3 * unit + page // 2 + 1)
+    branch = [*base[:page], *prompt(bench.seed, page, 601, length=2 * unit + 1)]
     for tokens in (base, branch):
         rig.keep(tokens)
     rig.evict()
+    if lasting:
+        rig.close()
+        rig = Rig(bench, model, content=rig.content, **more)
+        rig.evict()  # its memory is no zeros
     other = prompt(bench.seed, page, 602, length=4 * page)  # pages come back to other places than they had
     busy = rig.compute(other)
     for tokens in (branch, base):
-        wanted = record * ((len(tokens) - 1) // record)
+        wanted = rig.beside.stored_floor(len(tokens) - 1)
         hit = rig.resolve(tokens)
         rig.release(hit)
-        _judge_restored(hit.tokens, wanted, hit.wrong, hit.sources, hit.degraded)
+        _judge_restored(hit, wanted, "disk" if lasting else "dram")
     rig.call("retire", id=busy)
     _nothing_left(rig)
-    return f"{rig.content.row_bytes:,} B a token"
+    state = f", {rig.content.state_bytes:,} B a slot" if rig.content.state_bytes else ""
+    return f"{rig.content.row_bytes:,} B a token{state}"
 
 
-def _judge_restored(
-    found: int, wanted: int, wrong: str | None, sources: dict[str, int], degraded: tuple[str, ...]
-) -> None:
-    if wrong is not None:
-        raise Failed(f"pages that came back through the DRAM tier are not what they were: {wrong}")
-    if found != wanted:
+def _judge_restored(hit: Hit, wanted: int, tier: str) -> None:
+    if hit.wrong is not None:
+        raise Failed(f"what came back through the {tier} tier is not what it was: {hit.wrong}")
+    if hit.tokens != wanted:
         raise Failed(
-            f"{wanted} tokens were stored and evicted from the device; {found} came back"
-            f" ({'; '.join(degraded) or 'no reason given'})"
+            f"{wanted} tokens were stored and evicted from the device; {hit.tokens} came back"
+            f" ({'; '.join(hit.degraded) or 'no reason given'})"
         )
-    if not sources.get("dram") or sum(sources.values()) != found:
-        raise Failed(f"{found} tokens came back from the DRAM tier; the sources say {sources}")
+    if not hit.sources.get(tier) or sum(hit.sources.values()) != hit.tokens:
+        raise Failed(f"{hit.tokens} tokens came back from the {tier} tier; the sources say {hit.sources}")
 
 
 def _nothing_left(rig: Rig) -> None:
@@ -114,11 +154,12 @@ def _nothing_left(rig: Rig) -> None:
 
 def _damaged(bench: Bench, case: str) -> str:
     """KVC-OFFLOAD-03."""
-    chosen = next((damage for damage in DAMAGES if damage.kind == case), None)
     page = page_sizes(bench.small, (3,))[0]
+    model = model_for(bench, page)
+    chosen, part = _chosen(model, case)
     tokens = prompt(bench.seed, 700, length=STORED_PAGES * page + 1)
-    damage = None if chosen is None else {"kind": chosen.kind, "page": DAMAGED_PAGE}
-    rig = Rig(bench, model_for(bench, page), pages=16, tiers=[{"damage": damage}])
+    damage = None if chosen is None else {"kind": chosen.kind, "page": chosen.at, "part": part}
+    rig = Rig(bench, model, pages=64, tiers=[{"damage": damage}])
     try:
         rig.keep(tokens)
         rig.evict()
@@ -131,6 +172,23 @@ def _damaged(bench: Bench, case: str) -> str:
         raise Failed(f"{case}: a tier's failure reached the caller: {error.kind}: {error.text}") from error
     _nothing_left(rig)
     return "hit in full" if chosen is None else f"hit {wanted} of {STORED_PAGES} pages"
+
+
+def _damage_cases(bench: Bench) -> tuple[str, ...]:
+    first, *beside = parts(bench.small)
+    del first
+    named = [f"{', '.join(part.groups)}: {item.kind}" for part in beside for item in BESIDE_DAMAGES]
+    return (WHOLE, *(item.kind for item in DAMAGES), *named)
+
+
+def _chosen(model: KvModel, case: str) -> tuple[Damage | None, int]:
+    """What is damaged, and in records of which part."""
+    first, *beside = parts(model)
+    groups, _, kind = case.rpartition(": ")
+    if not groups:
+        return next((damage for damage in DAMAGES if damage.kind == kind), None), first.id
+    part = next(part for part in beside if ", ".join(part.groups) == groups)
+    return next(damage for damage in BESIDE_DAMAGES if damage.kind == kind), part.id
 
 
 def _meet(rig: Rig, tokens: list[int], wanted: int, chosen: Damage | None) -> None:
@@ -178,7 +236,7 @@ def _idle(bench: Bench, _case: str) -> str:
     model = model_for(bench, page, limit_bytes=512)
     rig = Rig(bench, model, pages=16, tiers=[{"capacity_bytes": 12 * (page * 512 + 512)}])
     families = [prompt(bench.seed, 800, number, length=6 * page) for number in range(4)]
-    done = rig.call("churn", families=families, threads=3, rounds=40, seed=bench.seed).body
+    done = rig.churn(families, threads=3, rounds=40, seed=bench.seed)
     rig.call("flush")
     leaks = rig.leaks()
     if leaks:
@@ -221,8 +279,14 @@ def _refusals(bench: Bench, case: str) -> str:
 
 def _must(bench: Bench, model: KvModel, refused: str | None, **more: Any) -> None:
     """Building a store must be refused, for what is named, or served."""
-    rig_arguments = {"store": "refused", "model": model.canonical_json(), "pages": 8, **more}
-    found = bench.small_child.call("store.refusal", rig_arguments).body
+    arguments = {
+        "store": "refused",
+        "model": model.canonical_json(),
+        "pages": 16,
+        "step_tokens": model.page_tokens,
+        **more,
+    }
+    found = bench.small_child.call("store.refusal", arguments).body
     if refused is None and found["clauses"] is not None:
         raise Failed(f"this must be served, and was refused: {found['text']}")
     if refused is not None and found["clauses"] is None:
@@ -234,7 +298,7 @@ def _must(bench: Bench, model: KvModel, refused: str | None, **more: Any) -> Non
 
 CHECKS: Final[tuple[Check, ...]] = (
     Check("KVC-OFFLOAD-01", _restore, _restore_cases),
-    Check("KVC-OFFLOAD-03", _damaged, lambda _: ("nothing is damaged", *(item.kind for item in DAMAGES))),
+    Check("KVC-OFFLOAD-03", _damaged, _damage_cases),
     Check("KVC-OFFLOAD-04", _idle),
     Check(
         OFFLOAD_05,

@@ -12,6 +12,8 @@ from kvc_conformance.rig import SECRET, Rig, Scope, model_for, prompt, whose
 
 PAGE_SIZES: Final = (1, 3, 16)
 MACHINE_PAGE_SIZES: Final = (1, 3, 5)
+BOUNDARY_TOKENS: Final = 4
+"""Where states may be taken: at ends of pages, but not of every page."""
 
 SCOPES: Final[tuple[Scope, ...]] = (
     {},
@@ -40,12 +42,14 @@ def _page(case: str) -> int:
 def _lengths(bench: Bench, case: str) -> str:
     """KVC-PREFIX-05: how long a hit is."""
     page = _page(case)
-    rig = Rig(bench, model_for(bench, page), pages=24)
-    lengths = sorted({n for n in (1, page - 1, page, page + 1, 2 * page, 2 * page + 1, 3 * page) if n > 0})
+    rig = Rig(bench, model_for(bench, page, boundary_tokens=BOUNDARY_TOKENS), pages=64)
+    unit = rig.beside.granule_tokens
+    around = (1, page - 1, page + 1, unit - 1, unit, unit + 1, 2 * unit, 2 * unit + 1, 3 * unit)
+    lengths = sorted({n for n in around if n > 0})
     for number, length in enumerate(lengths):
         tokens = prompt(bench.seed, page, number, length=length)
         rig.keep(tokens)
-        _expect(rig, tokens, page * ((length - 1) // page), f"a prompt of {length} tokens that ran before")
+        _expect(rig, tokens, rig.beside.floor(length - 1), f"a prompt of {length} tokens that ran before")
     _divergence(bench, rig)
     _growth(bench, rig)
     rig.close()
@@ -53,25 +57,25 @@ def _lengths(bench: Bench, case: str) -> str:
 
 
 def _divergence(bench: Bench, rig: Rig) -> None:
-    """A prompt that shares a beginning with one that ran hits the full pages before the first other token."""
-    page = rig.page
-    base = prompt(bench.seed, page, 100, length=3 * page + 1)
+    """A prompt that shares a beginning with one that ran hits what lies before the first other token."""
+    page, unit = rig.page, rig.beside.granule_tokens
+    base = prompt(bench.seed, page, 100, length=3 * unit + 1)
     rig.keep(base)
-    for at in sorted({0, page - 1, page, page + page // 2, 2 * page, 3 * page - 1}):
+    for at in sorted({0, unit - 1, unit, unit + unit // 2, 2 * unit, 3 * unit - 1}):
         other = [*base[:at], base[at] ^ 1, *base[at + 1 :]]
         what = f"a prompt that differs from one that ran at token {at} (pages of {page})"
-        _expect(rig, other, page * (at // page), what)
+        _expect(rig, other, rig.beside.floor(at), what)
 
 
 def _growth(bench: Bench, rig: Rig) -> None:
     """The next turn hits what the last one wrote: its last sampled token was never run."""
-    page = rig.page
+    page, unit = rig.page, rig.beside.granule_tokens
     first = prompt(bench.seed, page, 200, length=page + 1)
-    sampled = prompt(bench.seed, page, 201, length=page + 2)
+    sampled = prompt(bench.seed, page, 201, length=unit + 2)
     rig.keep(first, sampled=sampled)
     written = len(first) + len(sampled) - 1
     turn = [*first, *sampled, *prompt(bench.seed, page, 202, length=page)]
-    _expect(rig, turn, page * (written // page), f"a next turn after {written} tokens were written")
+    _expect(rig, turn, rig.beside.floor(written), f"a next turn after {written} tokens were written")
 
 
 def _expect(rig: Rig, tokens: list[int], wanted: int, what: str) -> None:
@@ -113,7 +117,7 @@ def _identities(bench: Bench, _case: str) -> str:
     """KVC-PREFIX-06: one tier under stores of other identities."""
     page = page_sizes(bench.small, (3,))[0]
     model = model_for(bench, page)
-    first = Rig(bench, model, pages=8, tiers=[{}], secret=SECRET)
+    first = Rig(bench, model, pages=24, tiers=[{}], secret=SECRET)
     tokens = prompt(bench.seed, 301, length=2 * page + 1)
     first.keep(tokens)
     first.call("flush")

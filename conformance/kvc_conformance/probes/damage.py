@@ -26,8 +26,8 @@ class DamagedTier:
 
     Args:
         inner: holds the records, which stay whole.
-        damage: ``kind`` and ``page``, the place in the first look-up of the record that is meant; None:
-            nothing is wrong.
+        damage: ``kind``; ``part``, the number of the part whose records it is about; and ``page``, the place
+            in the first look-up of the record that is meant.  None: nothing is wrong.
         claims: capabilities that are stated beside those of the inner tier.
     """
 
@@ -60,12 +60,14 @@ class DamagedTier:
 
     def lookup(self, keys: RecordKeys, deadline: float) -> Pending[Lease]:
         """The inner answer, unless look-ups are what is damaged."""
+        answer, names = self._inner.lookup(keys, deadline), key_bytes(keys)
+        if self._damage is None or not len(keys) or keys["part"][0] != self._damage["part"]:
+            return answer
         kind = self._kind
         if kind == "lookup raises":
+            answer.on_done(Lease.release)
             raise OSError("the tier is gone")
-        answer = self._inner.lookup(keys, deadline)
-        names = key_bytes(keys)
-        if self._damage is not None and self._target is None and len(names) > self._damage["page"]:
+        if self._target is None and len(names) > self._damage["page"]:
             self._target = names[self._damage["page"]]
         if kind == "lookup is silent":
             late: Pending[Lease] = Pending()
@@ -83,7 +85,9 @@ class DamagedTier:
 
     def load(self, lease: Lease, rows: Rows, buffers: Buffers, deadline: float) -> Op:
         """The inner records, of which one is damaged on its way."""
-        del deadline
+        names = self._asked.get(lease)
+        if names is None or self._kind is None:
+            return self._inner.load(lease, rows, buffers, deadline)
         if self._kind == "load raises":
             raise OSError("the tier is gone")
         if self._kind == "load is silent":
@@ -91,10 +95,9 @@ class DamagedTier:
             failed = np.full(len(rows), Code.FAILED, np.uint8)
             self._held.append(lambda: late.settle(failed))
             return late
-        names = self._asked.get(lease, [])
-        wanted = [names[row] for row in rows.tolist()] if names else []
+        wanted = [names[row] for row in rows.tolist()]
         op = self._inner.load(lease, rows, buffers, math.inf)
-        if self._kind is None or self._target not in wanted:
+        if self._target not in wanted:
             return op
         at, kind = wanted.index(self._target), str(self._kind)
         return op.map(lambda codes: _damaged(kind, at, buffers.pieces(), codes.copy()))

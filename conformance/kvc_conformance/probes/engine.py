@@ -18,6 +18,7 @@ from torch import Tensor
 from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
 from kvc_conformance.probes.declare import open_launch
+from kvc_conformance.probes.held import Held
 from kvcontract.contract.errors import InternalFault, KvContractError, PluginFault
 from kvcontract.contract.executor import (
     Attention,
@@ -32,6 +33,7 @@ from kvcontract.contract.executor import (
     StepOutput,
 )
 from kvcontract.contract.layout import layout
+from kvcontract.contract.model import Full, KvModel
 from kvcontract.core.lane import ThreadLane
 from kvcontract.core.launch import Launch
 from kvcontract.engine.build import Assembly, EngineLimits, assemble, bind_memory, generic_executor
@@ -39,18 +41,22 @@ from kvcontract.engine.checkpoint import load_model
 from kvcontract.engine.request import Result
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.pinned import host_memory
+from kvcontract.tiers.base import Tier
+from kvcontract.tiers.disk import DiskTier
 from kvcontract.tiers.dram import DramTier
 
 CALM_S: Final = 60.0
 POLL_S: Final = 0.0005
+DISK_BYTES: Final = 1 << 28
 
 
 def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
     """Put an engine together under a name.
 
     Arguments: ``id``, ``dtype`` (computed in, and kept in where the plugin honours it), ``page_tokens``,
-    ``pages``, ``tier_bytes`` (of a DRAM tier; 0: none), ``prefix_cache``, ``max_batch_tokens``,
-    ``max_chunk_tokens``, ``max_requests``; limits are cut to what the executor takes.
+    ``pages``, ``tier_bytes`` (of a DRAM tier; 0: none), ``disk`` (folder of a disk tier, or null),
+    ``prefix_cache``, ``max_batch_tokens``, ``max_chunk_tokens``, ``max_requests``; limits are cut to what the
+    executor takes.
     Returns ``model`` (JSON), ``vocab_size``, ``max_context_tokens``, ``max_requests``, ``max_batch_tokens``,
     ``where`` (whose code runs the model), ``arenas``: name -> [region, offset, stride, blocks], see `run`.
     """
@@ -66,12 +72,7 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
         max_batch_tokens=batch, max_chunk_tokens=arguments["max_chunk_tokens"], max_requests=requests
     )
     with ExitStack() as undo:
-        tiers = []
-        if arguments["tier_bytes"]:
-            lane = ThreadLane("suite-dram")
-            undo.callback(lane.close, CALM_S)
-            size, device = arguments["tier_bytes"], session.job["device"]
-            tiers.append(DramTier(size, lane=lane, allocate=host_memory(device, size)))
+        tiers = _tiers(arguments, session.job["device"], undo)
         parts = undo.enter_context(
             assemble(
                 opened.model,
@@ -81,8 +82,10 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
                 tiers=tiers,
                 prefix_cache=arguments["prefix_cache"],
                 limits=limits,
+                beside=_window_blocks(opened.model, arguments["pages"], arguments["max_chunk_tokens"]),
             )
         )
+        recorder.held = Held(opened.model, layout(opened.model), parts.bindings)
         session.objects[arguments["id"]] = _Running(parts, recorder, undo.pop_all())
     body = {
         "model": opened.model.canonical_json(),
@@ -104,7 +107,9 @@ def run(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArra
     Arrays: ``prompt_N`` int64[n].
     Returns ``requests``, each ``tokens, finish, reason, hit_tokens, sources, split``, with ``logits_N``
     float32[k, vocab] and ``positions_N`` int64[k]; ``steps``, each ``sizes`` and ``context`` by request of
-    the batch, with ``table_S`` int32[b, p]; if dumped, ``image_S_R`` uint8[bytes] by step and region.
+    the batch, with ``tokens_S`` int64[n], ``table_S_SPACE`` int32[b, p] and ``slots_S_GROUP`` int32[b]; where
+    there are slots, ``before_S`` and ``after_S`` uint8[b, bytes], what lay in them; if dumped,
+    ``image_S_R`` uint8[bytes] by step and region.
     """
     running: _Running = session.objects[arguments["id"]]
     engine, recorder = running.parts.engine, running.recorder
@@ -143,6 +148,19 @@ def flush(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     return Message({"landed": store is not None and store.flush(deadline_s=CALM_S)})
 
 
+def drop(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Drop all that is cached on the device, in every space.
+
+    Arguments: ``id``.  Returns ``held``: blocks that are not.
+    """
+    del arrays
+    running: _Running = session.objects[arguments["id"]]
+    pool = running.parts.pool
+    pool.set_retention(False)
+    pool.set_retention(True)
+    return Message({"held": sum(each.held for each in (pool, *(side.pool for side in pool.sides)))})
+
+
 def stop(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
     """Close an engine and forget it; one that is not there is closed.  Arguments: ``id``."""
     del arrays
@@ -175,13 +193,19 @@ def own_arenas(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
 def layer_map(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
     """Where the plugin's map puts each layer.
 
-    Returns ``model`` (JSON), ``layers``, each layer, arena and field (null: the plugin has no map), and
-    ``where``, its line.
+    Returns ``model`` (JSON), ``layers``, each layer, arena and field (null: the plugin has no map);
+    ``states``, for each layer that keeps one, ``[layer, state, convolution]``: a field or null, and fields;
+    and ``where``, its line.
     """
     del arguments, arrays
     opened = _open(session, "float32", None)
     runner = opened.plugin.call("kvc_executor", opened.ctx)
-    body: dict[str, Any] = {"model": opened.model.canonical_json(), "layers": None, "where": None}
+    body: dict[str, Any] = {
+        "model": opened.model.canonical_json(),
+        "layers": None,
+        "states": [],
+        "where": None,
+    }
     if not isinstance(runner, HfLayers):
         return Message(body)
     if not isinstance(runner.layers, Mapping) or not all(
@@ -189,7 +213,34 @@ def layer_map(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
     ):
         raise PluginFault("HfLayers takes a mapping of layer number to Attention, Recurrent or Combined")
     body["layers"] = [[int(layer), *ref] for layer, entry in runner.layers.items() for ref in entry.refs]
+    for layer, entry in runner.layers.items():
+        own = entry.recurrent if isinstance(entry, Combined) else entry
+        if isinstance(own, Recurrent):
+            body["states"].append([int(layer), own.state, list(own.conv)])
     return Message({**body, "where": _line(getattr(opened.plugin.module, "kvc_executor", None))})
+
+
+def _tiers(arguments: dict[str, Any], device: str, undo: ExitStack) -> list[Tier]:
+    tiers: list[Tier] = []
+    if arguments["tier_bytes"]:
+        lane = ThreadLane("suite-dram")
+        undo.callback(lane.close, CALM_S)
+        size = arguments["tier_bytes"]
+        tiers.append(DramTier(size, lane=lane, allocate=host_memory(device, size)))
+    if arguments["disk"] is not None:
+        disk = DiskTier(arguments["disk"], DISK_BYTES)
+        undo.callback(lambda: disk.close(time.monotonic() + CALM_S))
+        tiers.append(disk)
+    return tiers
+
+
+def _window_blocks(model: KvModel, pages: int, step_tokens: int) -> dict[str, int]:
+    """Enough for a window, whatever the model's is, beside what other requests have."""
+    return {
+        group.reach.key: pages + -(-(group.reach.tokens + step_tokens) // model.page_tokens) + 2
+        for group in model.groups
+        if not isinstance(group.reach, Full)
+    }
 
 
 # The plugin
@@ -244,7 +295,9 @@ class _Recorder:
     """An executor that notes what each step was made of, and optionally what memory looked like after it."""
 
     inner: Executor
+    held: Held | None = None
     _steps: list[Step] = field(default_factory=list)
+    _states: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = field(default_factory=list)
     _regions: list[Tensor] = field(default_factory=list)
     _images: list[list[NDArray[np.uint8]]] = field(default_factory=list)
 
@@ -256,15 +309,25 @@ class _Recorder:
         self.inner.bind(views)
 
     def forward(self, step: Step) -> StepOutput:
+        before = self._state(step)
         output = self.inner.forward(step)
         self._steps.append(step)
+        self._states.append((before, self._state(step)))
         if self._regions:
             self._images.append([region.cpu().numpy().copy() for region in self._regions])
         return output
 
+    def _state(self, step: Step) -> NDArray[np.uint8]:
+        """uint8[b, bytes]: what lies in the slots of a step's requests."""
+        if self.held is None or not step.slots:
+            return np.zeros((0, 0), np.uint8)
+        requests = range(len(step.context_len))
+        slots = [{name: int(ids[at]) for name, ids in step.slots.items()} for at in requests]
+        return np.stack([self.held.read_state(mine) for mine in slots])
+
     def begin(self, regions: list[Tensor]) -> None:
         """Forget the steps so far; copy these regions after each step to come."""
-        self._steps, self._images, self._regions = [], [], regions
+        self._steps, self._states, self._images, self._regions = [], [], [], regions
 
     def told(self) -> list[dict[str, list[int]]]:
         """Each step's requests: tokens and context."""
@@ -274,18 +337,17 @@ class _Recorder:
         ]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Page tables and images."""
-        tables = {
-            f"table_{number}": table
-            for number, step in enumerate(self._steps)
-            for table in step.page_table.values()  # one space is served (KVC-DECL-12)
-        }
-        images = {
-            f"image_{number}_{region}": image
-            for number, taken in enumerate(self._images)
-            for region, image in enumerate(taken)
-        }
-        return {**tables, **images}
+        """Tokens, page tables, slots, what lay in these, and images."""
+        found: dict[str, NDArray[Any]] = {}
+        for number, (step, (before, after)) in enumerate(zip(self._steps, self._states, strict=True)):
+            found[f"tokens_{number}"] = step.token_ids
+            found |= {f"table_{number}_{space}": table for space, table in step.page_table.items()}
+            found |= {f"slots_{number}_{group}": slots for group, slots in step.slots.items()}
+            if step.slots:
+                found |= {f"before_{number}": before, f"after_{number}": after}
+        for number, taken in enumerate(self._images):
+            found |= {f"image_{number}_{region}": image for region, image in enumerate(taken)}
+        return found
 
 
 class _OwningRecorder(_Recorder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,14 @@ from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
 from kvc_conformance.probes.declare import open_launch
 from kvcontract.contract.errors import KvContractError, PluginFault
-from kvcontract.contract.layout import Layout, Space, layout, with_page_tokens
+from kvcontract.contract.layout import Space, layout, with_page_tokens
 from kvcontract.contract.model import KvModel
-from kvcontract.contract.wire import parts, wire_record
+from kvcontract.contract.wire import Part, parts, wire_record
 from kvcontract.core.lane import InlineLane
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.repack import resolve
 from kvcontract.store.worker import Worker
-from kvcontract.tiers.base import Buffers, Lease, SaveClass, key_bytes
+from kvcontract.tiers.base import Buffers, SaveClass
 from kvcontract.tiers.dram import DramTier
 from kvcontract.tiers.frame import header_bytes
 
@@ -40,59 +41,118 @@ def write(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     """Allocate page-first memory for one worker, write fields through their views, return the bytes.
 
     Arguments: ``page_tokens``, ``tp``, ``worker``.  Arrays: ``arena|field`` uint8[blocks, *axes, width].
-    Returns ``image`` uint8[blocks, stride] and the stride.
+    Returns, for each space, ``image|SPACE`` uint8[blocks, stride].
     """
     model = declared(session, arguments["page_tokens"])
-    space = _only_space(layout(model, arguments["worker"], arguments["tp"]))
     blocks = len(next(iter(arrays.values())))
-    binding = Binding.allocate(space, blocks, session.job["device"])
-    _fill(binding, arrays, range(blocks))
-    return Message({"stride": space.stride_bytes}, {"image": _image(binding)})
+    images = {}
+    for space in layout(model, arguments["worker"], arguments["tp"]).spaces:
+        binding = Binding.allocate(space, blocks, session.job["device"])
+        _fill(binding, arrays, range(blocks))
+        images[f"image|{space.key}"] = _image(binding)
+    return Message({}, images)
 
 
 def roundtrip(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
-    """Write pages, save them as records, poison the memory, restore them elsewhere.
+    """Write pages and slots, save them as records, poison the memory, restore them elsewhere.
 
     Arguments: ``page_tokens``, ``record_pages``, ``sources``, ``targets`` (block ids), ``blocks``,
     ``max_tp``, ``poison`` (a byte), ``layer_first``.  Arrays: ``arena|field`` uint8[n, *axes, width].
-    Returns ``after_save`` and ``restored`` (uint8[blocks, stride]) and ``wire_SHARD`` (uint8[n, payload]).
+    Returns ``after_save|SPACE`` and ``restored|SPACE`` (uint8[blocks, stride]) and, for each part,
+    ``wire|PART|SHARD`` (uint8[n, payload]).
     """
     model = declared(session, arguments["page_tokens"], arguments["record_pages"])
-    laid = layout(model)
-    space, part = _only_space(laid), parts(model)[0]
-    memory = _Memory(space, arguments["blocks"], session.job["device"], layer_first=arguments["layer_first"])
-    lane = InlineLane()
-    worker = Worker(model, laid, {space.key: memory.binding}, max_tp=arguments["max_tp"], lane=lane)
-    tier = DramTier(1 << 28, lane=lane)
-    shape = (-1, model.record_pages) if model.record_pages > 1 else (-1,)
-    sources, targets = (np.array(arguments[name]).reshape(shape) for name in ("sources", "targets"))
-    page_keys = np.arange(1, 2 * len(sources) + 1, dtype=np.uint64).reshape(-1, 2)
-    deadline = time.monotonic() + CALM_S
-
-    memory.poison(arguments["poison"])
-    _fill(memory.binding, arrays, sources.ravel().tolist())
-    before = memory.image()
-    saved = worker.save(tier, part, page_keys, sources, SaveClass.CACHEABLE, deadline).wait(CALM_S)
-    after_save = memory.image()
-    keys = worker.record_keys(part, page_keys)
-    lease = tier.lookup(keys, deadline).wait(CALM_S)
-    with lease:
-        wire = _wire(model, tier, lease, len(sources), worker.shards(part))
-        memory.poison(arguments["poison"])
-        rows = np.arange(len(keys))
-        loaded = worker.load(tier, lease, rows, part, page_keys, targets, deadline).wait(CALM_S)
-    faults = [str(fault) for fault in worker.faults]
-    body = {
-        "saved": saved.tolist(),
-        "loaded": loaded.tolist(),
-        "present": lease.present.tolist(),
-        "source_changed": bool((before != after_save).any()),
-        "faults": faults,
-        "distinct_keys": len(set(key_bytes(keys))),
+    laid, device = layout(model), session.job["device"]
+    memory = {
+        space.key: _Memory(space, arguments["blocks"], device, layer_first=arguments["layer_first"])
+        for space in laid.spaces
     }
+    lane = InlineLane()
+    bindings = {key: held.binding for key, held in memory.items()}
+    worker = Worker(model, laid, bindings, max_tp=arguments["max_tp"], lane=lane)
+    tier = DramTier(1 << 28, lane=lane)
+    trips = [_Trip.of(model, part, arguments) for part in parts(model)]
+
+    for held in memory.values():
+        held.poison(arguments["poison"])
+        _fill(held.binding, arrays, arguments["sources"])
+    before = {key: held.image() for key, held in memory.items()}
+    saved = {trip.part.name: trip.save(worker, tier) for trip in trips}
+    after_save = {key: held.image() for key, held in memory.items()}
+    wire: dict[str, NDArray[np.uint8]] = {}
+    for trip in trips:
+        wire |= trip.stored(model, worker, tier)
+    for held in memory.values():
+        held.poison(arguments["poison"])
+    loaded = {trip.part.name: trip.load(worker, tier) for trip in trips}
+    body = {
+        "saved": saved,
+        "loaded": loaded,
+        "source_changed": any((before[key] != after_save[key]).any() for key in memory),
+        "faults": [str(fault) for fault in worker.faults],
+    }
+    deadline = time.monotonic() + CALM_S
     worker.close(deadline)
     tier.close(deadline)
-    return Message(body, {"after_save": after_save, "restored": memory.image(), **wire})
+    images = {f"after_save|{key}": image for key, image in after_save.items()}
+    images |= {f"restored|{key}": held.image() for key, held in memory.items()}
+    return Message(body, {**images, **wire})
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """What is saved and restored of one part.
+
+    Attributes:
+        sources: int[n], or [n, pages of a record].
+        targets: likewise.
+        keys: uint64[n, 2].
+    """
+
+    part: Part
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, model: KvModel, part: Part, arguments: dict[str, Any]) -> _Trip:
+        """Records of several pages, or of one slot each."""
+        paged = layout(model).space(part.space).kind == "paged"
+        shape = (-1, model.record_pages) if paged and model.record_pages > 1 else (-1,)
+        sources, targets = (np.array(arguments[name]).reshape(shape) for name in ("sources", "targets"))
+        return cls(part, sources, targets, np.arange(1, 2 * len(sources) + 1, dtype=np.uint64).reshape(-1, 2))
+
+    def save(self, worker: Worker, tier: DramTier) -> list[int]:
+        """The outcomes."""
+        deadline = time.monotonic() + CALM_S
+        op = worker.save(tier, self.part, self.keys, self.sources, SaveClass.CACHEABLE, deadline)
+        codes: list[int] = op.wait(CALM_S).tolist()
+        return codes
+
+    def load(self, worker: Worker, tier: DramTier) -> list[int]:
+        """The outcomes."""
+        deadline = time.monotonic() + CALM_S
+        names = worker.record_keys(self.part, self.keys)
+        with tier.lookup(names, deadline).wait(CALM_S) as lease:
+            rows = np.arange(len(names))
+            op = worker.load(tier, lease, rows, self.part, self.keys, self.targets, deadline)
+            codes: list[int] = op.wait(CALM_S).tolist()
+        return codes
+
+    def stored(self, model: KvModel, worker: Worker, tier: DramTier) -> dict[str, NDArray[np.uint8]]:
+        """The payloads, per shard: uint8[records, payload]."""
+        names, shards = worker.record_keys(self.part, self.keys), worker.shards(self.part)
+        found: dict[str, NDArray[np.uint8]] = {}
+        with tier.lookup(names, time.monotonic() + CALM_S).wait(CALM_S) as lease:
+            for shard in range(shards):
+                record = wire_record(model, self.part, shard, shards)
+                header = header_bytes(len(record.segments))
+                rows = np.arange(shard, len(names), shards)
+                buffers = [np.zeros(header + record.payload_bytes, np.uint8) for _ in rows]
+                tier.load(lease, rows, Buffers.of(buffers), time.monotonic() + CALM_S).wait(CALM_S)
+                payloads = np.stack([buffer[header:] for buffer in buffers])
+                found[f"wire|{self.part.name}|{shard}"] = payloads
+        return found
 
 
 def importable(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
@@ -122,42 +182,52 @@ def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
     if repack is None or isinstance(repack.conversion, str):
         return Message({"callables": False})
     to_wire, from_wire = resolve(repack.conversion.to_wire), resolve(repack.conversion.from_wire)
-    device = _views(layout(model), arrays)
     wired = model.model_copy(update={"arenas": repack.arenas, "repack": None})
-    source = _bytes(device)
-    wires, backs = [], []
-    for number in range(arguments["repeats"]):
-        poison = 0xFF if number % 2 else 0x00
-        wire = _views(layout(wired), None, poison)
-        to_wire(device, wire)
-        back = _views(layout(model), None, poison)
-        from_wire({name: view.clone() for name, view in wire.items()}, back)
-        wires.append(_bytes(wire))
-        backs.append(_bytes(back))
-    found = {"source": source, "source_after": _bytes(device), "wire": np.stack(wires)}
-    return Message({"callables": True}, {**found, "back": np.stack(backs)})
+    found: dict[str, list[NDArray[np.uint8]]] = {"source": [], "source_after": [], "wire": [], "back": []}
+    for part in parts(model):
+        device = _views(model, part, arrays)
+        found["source"].append(_bytes(device))
+        wires, backs = [], []
+        for number in range(arguments["repeats"]):
+            poison = 0xFF if number % 2 else 0x00
+            wire = _views(wired, part, None, poison)
+            to_wire(device, wire)
+            back = _views(model, part, None, poison)
+            from_wire({name: view.clone() for name, view in wire.items()}, back)
+            wires.append(_bytes(wire))
+            backs.append(_bytes(back))
+        found["source_after"].append(_bytes(device))
+        found["wire"].append(np.stack(wires))
+        found["back"].append(np.stack(backs))
+    joined = {name: np.concatenate(pieces, axis=-1) for name, pieces in found.items()}
+    return Message({"callables": True}, joined)
 
 
 def refusals(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
     """Try to bind memory that does not fit; what each attempt was answered with.
 
-    Arguments: ``blocks``.  Returns ``answers``: attempt -> message, or null if it was accepted.
+    Arguments: ``blocks``.  Returns ``spaces``, each with the ``arena`` that is spoilt and ``answers``:
+    attempt -> message, or null if it was accepted.
     """
     del arrays
-    space = _only_space(layout(declared(session, None)))
     blocks = int(arguments["blocks"])
+    spaces = layout(declared(session, None)).spaces
+    return Message({"spaces": {space.key: _attempts(space, blocks) for space in spaces}})
+
+
+def _attempts(space: Space, blocks: int) -> dict[str, Any]:
     last = space.arenas[-1]
     whole = {arena.name: _raw(blocks, arena.stride_bytes, arena.align_bytes) for arena in space.arenas}
     attempts = {
         "fits": whole,
-        "a page short": {**whole, last.name: _raw(blocks - 1, last.stride_bytes, last.align_bytes)},
+        "a block short": {**whole, last.name: _raw(blocks - 1, last.stride_bytes, last.align_bytes)},
         "a block too narrow": {**whole, last.name: _raw(blocks, last.content_bytes - 1, last.align_bytes)},
     }
     first = space.arenas[0]
     if first is not last and first.stride_bytes == last.stride_bytes:
         attempts["two arenas in one memory"] = {**whole, last.name: whole[first.name]}
     answers = {what: _refusal(space, given, blocks) for what, given in attempts.items()}
-    return Message({"answers": answers, "arena": last.name})
+    return {"arena": last.name, "answers": answers}
 
 
 def _refusal(space: Space, given: Mapping[str, torch.Tensor], blocks: int) -> str | None:
@@ -229,36 +299,17 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _views(
-    laid: Layout, arrays: Mapping[str, NDArray[Any]] | None, poison: int = 0
+    model: KvModel, part: Part, arrays: Mapping[str, NDArray[Any]] | None, poison: int = 0
 ) -> dict[str, torch.Tensor]:
-    """One block's fields in memory of their own, as a conversion is handed them."""
-    binding = Binding.allocate(_only_space(laid), 1)
+    """One block's fields of a part in memory of their own, as a conversion is handed them."""
+    binding = Binding.allocate(layout(model).space(part.space), 1)
     _page_first(binding).fill_(poison)
     if arrays is not None:
         _fill(binding, arrays, [0])
-    return {f"{arena}/{field}": view[0] for (arena, field), view in binding.views.items()}
+    mine = {arena.name for arena in model.arenas if arena.group in part.groups}
+    return {f"{arena}/{name}": view[0] for (arena, name), view in binding.views.items() if arena in mine}
 
 
 def _bytes(views: Mapping[str, torch.Tensor]) -> NDArray[np.uint8]:
     flat = [view.contiguous().view(torch.uint8).reshape(-1).numpy() for view in views.values()]
     return np.concatenate(flat)
-
-
-def _wire(
-    model: KvModel, tier: DramTier, lease: Lease, records: int, shards: int
-) -> dict[str, NDArray[np.uint8]]:
-    """The payloads as they are stored, per shard: uint8[records, payload]."""
-    found: dict[str, NDArray[np.uint8]] = {}
-    for shard in range(shards):
-        record = wire_record(model, parts(model)[0], shard, shards)
-        header = header_bytes(len(record.segments))
-        rows = np.arange(shard, records * shards, shards)
-        buffers = [np.zeros(header + record.payload_bytes, np.uint8) for _ in rows]
-        tier.load(lease, rows, Buffers.of(buffers), time.monotonic() + CALM_S).wait(CALM_S)
-        found[f"wire_{shard}"] = np.stack([buffer[header:] for buffer in buffers])
-    return found
-
-
-def _only_space(laid: Layout) -> Space:
-    """Declarations that are served have one space (KVC-DECL-12)."""
-    return laid.spaces[0]

@@ -6,7 +6,7 @@ The model has its own cache and its own attention, and finds positions and masks
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -31,19 +31,25 @@ def run(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArra
     """Run token streams, each cut as it is told, and return the logits of every position.
 
     Arguments: ``folder``, ``dtype``, ``device``, ``splits`` (tokens of each step, for each stream).
-    Arrays: ``tokens_N`` int64[n].  Returns ``logits_N`` float32[n, vocab].
+    Arrays: ``tokens_N`` int64[n].  Returns ``logits_N`` float32[n, vocab] and, for each layer that keeps
+    them, ``state_N_LAYER`` and ``conv_N_LAYER`` float32[steps, ...]: what its own cache held after each step.
     """
     torch.set_num_threads(1)  # small matrices: threads cost more than they save
     model = _model(session, arguments["folder"], arguments["dtype"], arguments["device"])
-    found = {
-        f"logits_{number}": _logits(model, arrays[f"tokens_{number}"], split)
-        for number, split in enumerate(arguments["splits"])
-    }
+    found: dict[str, NDArray[Any]] = {}
+    for number, split in enumerate(arguments["splits"]):
+        kept: dict[str, list[NDArray[np.float32]]] = {}
+        found[f"logits_{number}"] = _logits(model, arrays[f"tokens_{number}"], split, kept)
+        for name, tensors in kept.items():
+            what, layer = name.split()
+            found[f"{what}_{number}_{layer}"] = np.stack(tensors)
     return Message({}, found)
 
 
 @torch.no_grad()
-def _logits(model: Any, tokens: NDArray[np.int64], split: list[int]) -> NDArray[np.float32]:
+def _logits(
+    model: Any, tokens: NDArray[np.int64], split: list[int], kept: dict[str, list[NDArray[np.float32]]]
+) -> NDArray[np.float32]:
     cache = require("transformers", "hf").DynamicCache(config=model.config.get_text_config(decoder=True))
     parameters = inspect.signature(model.forward).parameters
     arguments: dict[str, Any] = {"cache" if "cache" in parameters else "past_key_values": cache}
@@ -56,8 +62,19 @@ def _logits(model: Any, tokens: NDArray[np.int64], split: list[int]) -> NDArray[
             arguments["logits_to_keep"] = torch.arange(end - begin, device=device)
         output = model(input_ids=ids[:, begin:end], use_cache=True, **arguments)
         found.append(output.logits[0].float().cpu())
+        for what, layer, tensor in _kept(cache):
+            kept.setdefault(f"{what} {layer}", []).append(tensor[0].float().cpu().numpy().copy())
     logits: NDArray[np.float32] = torch.cat(found).numpy()
     return logits
+
+
+def _kept(cache: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """What linear-attention layers hold: of a convolution all columns but the oldest, which nothing reads."""
+    for number, layer in enumerate(cache.layers):
+        for what, name in (("state", "recurrent_states"), ("conv", "conv_states")):
+            tensor = getattr(layer, name, {}).get(0)
+            if tensor is not None:
+                yield what, number, tensor[..., 1:] if what == "conv" else tensor
 
 
 def _model(session: Session, folder: str, dtype: str, device: str) -> Any:

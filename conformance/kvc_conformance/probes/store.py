@@ -1,15 +1,14 @@
 """Probes on the store: thin calls of the public API on one or more stores that live in the child.
 
-Every probe takes ``store``, the name of one; what it keeps is `Made`.  Rows travel as uint8[n, row_bytes],
-the fields of a token side by side in declared order.
+Every probe takes ``store``, the name of one; what it keeps is `Made`.  Rows and states travel as
+`kvc_conformance.probes.held` has them.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,65 +20,31 @@ from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
 from kvc_conformance.probes.damage import DamagedTier
 from kvc_conformance.probes.declare import open_launch
+from kvc_conformance.probes.held import Held
 from kvcontract.contract.errors import InternalFault, KvContractError, NotConformant
 from kvcontract.contract.layout import Space, layout
-from kvcontract.contract.model import TOKEN_AXIS, KvModel, Scope
+from kvcontract.contract.model import KvModel, Scope
 from kvcontract.core.lane import InlineLane, Lane, ThreadLane
 from kvcontract.memory.binding import Binding
+from kvcontract.pool.checkpoints import Checkpoints
+from kvcontract.pool.guards import Guards
+from kvcontract.pool.holdings import SideHolds
 from kvcontract.pool.keys import FleetSecret
 from kvcontract.pool.pool import BlockPool
-from kvcontract.pool.request import Chunk, RequestKv, admit
+from kvcontract.pool.request import FULL, Chunk, RequestKv, admit
+from kvcontract.pool.sides import make_sides
 from kvcontract.store.policy import KvPrefix, ResolvePolicy
 from kvcontract.store.rank import Rank
 from kvcontract.store.store import KvStore
+from kvcontract.tiers.disk import DiskTier
 from kvcontract.tiers.dram import DramTier
 
 Arrays = Mapping[str, NDArray[Any]]
 Arguments = dict[str, Any]
 
 RANK: Final = "0"
-SPACE: Final = "full"
-_UNITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Rows:
-    """Reads and writes token rows through the binding's field views, as integers of the element size."""
-
-    def __init__(self, space: Space, binding: Binding, page_tokens: int) -> None:
-        self._page = page_tokens
-        self._fields: list[tuple[torch.Tensor, int, int, int]] = []
-        end = 0
-        for arena in space.arenas:
-            for item in arena.fields:
-                view = binding.views[arena.name, item.name]
-                view = view.view(_UNITS[view.element_size()]).movedim(1 + item.axes.index(TOKEN_AXIS), 1)
-                first, end = end, end + item.content_bytes // arena.rows
-                self._fields.append((view, first, end, page_tokens // arena.rows))
-        self.row_bytes = end
-
-    def write(self, pages: NDArray[np.int32], first: int, content: NDArray[np.uint8]) -> None:
-        """Write the rows of tokens first, first + 1, ... of a request with this page table."""
-        at = np.arange(first, first + len(content))
-        for view, begin, end, per in self._fields:
-            mine = (at + 1) % per == 0
-            block = torch.from_numpy(pages[at[mine] // self._page].astype(np.int64))
-            row = torch.from_numpy(at[mine] % self._page // per)
-            given = torch.from_numpy(content[mine, begin:end].copy()).view(view.dtype)
-            view[block, row] = given.reshape(len(block), *view.shape[2:]).to(view.device)
-
-    def read(self, pages: list[int]) -> NDArray[np.uint8]:
-        """uint8[pages * page_tokens, row_bytes]; a row that stands for several tokens is at the last."""
-        out = np.zeros((len(pages) * self._page, self.row_bytes), np.uint8)
-        for view, begin, end, per in self._fields:
-            taken = view[torch.tensor(pages, dtype=torch.int64)].contiguous().cpu().numpy().view(np.uint8)
-            out[per - 1 :: per, begin:end] = taken.reshape(-1, end - begin)
-        return out
-
-    def poison(self, value: int) -> None:
-        """Overwrite every row of every page."""
-        for view, *_ in self._fields:
-            pattern = torch.full((view.element_size(),), value, dtype=torch.uint8).view(view.dtype)
-            view.fill_(pattern.item())
+SPACE: Final = FULL
+CALM_S: Final = 60.0
 
 
 @dataclass(slots=True)
@@ -88,7 +53,8 @@ class Made:
 
     store: KvStore
     pool: BlockPool
-    rows: Rows
+    bindings: Mapping[str, Binding]
+    held: Held
     tiers: list[Any]
     lanes: list[Lane]
     requests: dict[str, RequestKv] = field(default_factory=dict)
@@ -98,8 +64,10 @@ class Made:
 def build(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """Make a store over fresh memory.
 
-    Arguments: ``model`` (canonical JSON), ``pages``, ``tiers`` (of ``capacity_bytes``, ``damage``,
-    ``claims``, or ``of``, the store whose tier it is), ``inline``, ``layer_first``, ``secret`` (hex), ``tp``.
+    Arguments: ``model`` (canonical JSON), ``pages``, ``beside`` (blocks of other spaces; those not named have
+    as many), ``step_tokens`` (most of one step), ``tiers`` (of ``capacity_bytes``, ``damage``, ``claims``;
+    or ``of``, the store whose tier it is; or ``disk``, a folder), ``inline``, ``layer_first``, ``secret``
+    (hex), ``tp``.
     """
     del arrays
     if "homes" not in session.job:
@@ -112,23 +80,32 @@ def _build(session: Session, arguments: Arguments) -> Made:
     model = KvModel.model_validate_json(arguments["model"])
     pages, tp, inline = arguments["pages"], arguments.get("tp", 1), arguments.get("inline", False)
     device, layer_first = session.job["device"], arguments.get("layer_first")
-    spaces = [layout(model, number, tp).space(SPACE) for number in range(tp)]
+    laid = [layout(model, number, tp) for number in range(tp)]
+    blocks = {space.key: pages for space in laid[0].spaces} | arguments.get("beside", {})
     memory = [
-        _layer_first(space, pages, device) if layer_first else Binding.allocate(space, pages, device)
-        for space in spaces
+        {
+            space.key: _layer_first(space, blocks[space.key], device)
+            if layer_first
+            else Binding.allocate(space, blocks[space.key], device)
+            for space in each.spaces
+        }
+        for each in laid
     ]
     lanes: list[Lane] = []
-    tiers = [_tier(session, spec, lanes, inline=inline) for spec in arguments.get("tiers", ())]
-    pool = BlockPool(pages, model.page_tokens)
+    sides = make_sides(model, blocks, arguments["step_tokens"])
+    pool = BlockPool(pages, model.page_tokens, sides=sides)
     secret = arguments.get("secret")
-    store = KvStore(
-        model,
-        [Rank(pool, [{SPACE: binding} for binding in memory], name=RANK)],
-        tiers,
-        secret=None if secret is None else FleetSecret(bytes.fromhex(secret)),
-        lane=InlineLane() if inline else None,
-    )
-    return Made(store, pool, Rows(spaces[0], memory[0], model.page_tokens), tiers, lanes)
+    with ExitStack() as undo:
+        tiers = [_tier(session, spec, lanes, undo, inline=inline) for spec in arguments.get("tiers", ())]
+        store = KvStore(
+            model,
+            [Rank(pool, memory, name=RANK)],
+            tiers,
+            secret=None if secret is None else FleetSecret(bytes.fromhex(secret)),
+            lane=InlineLane() if inline else None,
+        )
+        undo.pop_all()
+    return Made(store, pool, memory[0], Held(model, laid[0], memory[0]), tiers, lanes)
 
 
 def _layer_first(space: Space, pages: int, device: str) -> Binding:
@@ -141,10 +118,14 @@ def _layer_first(space: Space, pages: int, device: str) -> Binding:
     return Binding.of(space, tensors)
 
 
-def _tier(session: Session, spec: Arguments, lanes: list[Lane], *, inline: bool) -> Any:
+def _tier(session: Session, spec: Arguments, lanes: list[Lane], undo: ExitStack, *, inline: bool) -> Any:
     if "of" in spec:
         other: Made = session.objects[spec["of"]]
         return other.tiers[0]
+    if "disk" in spec:
+        disk = DiskTier(spec["disk"], spec.get("capacity_bytes", 1 << 28))
+        undo.callback(disk.close, time.monotonic() + CALM_S)
+        return disk
     lane = InlineLane() if inline else ThreadLane("kvc-suite-dram", workers=2)
     lanes.append(lane)
     dram = DramTier(spec.get("capacity_bytes", 1 << 28), lane=lane)
@@ -153,7 +134,8 @@ def _tier(session: Session, spec: Arguments, lanes: list[Lane], *, inline: bool)
     return dram
 
 
-def _made(session: Session, arguments: Arguments) -> Made:
+def made_of(session: Session, arguments: Arguments) -> Made:
+    """What a call is about."""
     made: Made = session.objects[arguments["store"]]
     return made
 
@@ -163,36 +145,77 @@ def _scope(arguments: Arguments) -> Scope:
 
 
 def resolve(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
-    """Resolve ``tokens`` in ``scope`` under ``policy``, and keep the prefix as ``id``."""
+    """Resolve ``tokens`` in ``scope`` under ``policy``, and keep the prefix as ``id``.
+
+    Returns ``hit_tokens``, ``pages``, ``sources``, ``degraded`` and ``beside``: by space, the numbers of the
+    pages whose blocks are pinned there, or of those at whose ends snapshots were taken.  Arrays: rows of the
+    ``pages``, those of windows by space, and ``state``, where every snapshot is there.
+    """
     del arrays
-    made = _made(session, arguments)
+    made = made_of(session, arguments)
     policy = ResolvePolicy(**arguments.get("policy", {}))
     prefix = made.store.resolve(RANK, arguments["tokens"], _scope(arguments), policy)
     made.prefixes[arguments["id"]] = prefix
-    pages = [] if prefix.hold is None else prefix.hold.pages.tolist()
-    body = {
+    return _told(made, prefix)
+
+
+def reread(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
+    """What the prefix ``id`` holds by now; see `resolve`."""
+    del arrays
+    made = made_of(session, arguments)
+    return _told(made, made.prefixes[arguments["id"]])
+
+
+def _told(made: Made, prefix: KvPrefix) -> Message:
+    hold = prefix.hold
+    pages = [] if hold is None else hold.pages.tolist()
+    body: dict[str, Any] = {
         "hit_tokens": prefix.hit_tokens,
         "pages": pages,
         "sources": dict(prefix.sources),
         "degraded": list(prefix.degraded),
+        "beside": {},
     }
-    return Message(body, {"content": made.rows.read(pages)})
+    content = {SPACE: made.held.read(SPACE, pages)}
+    if hold is not None and hold.sides is not None:
+        names = {key.tobytes(): number for number, key in enumerate(hold.keys)}
+        for key, side in hold.sides.by_key.items():
+            body["beside"][key] = [names.get(name.tobytes(), -1) for name in side.keys]
+        content |= _pinned(made, hold.sides)
+    return Message(body, content)
+
+
+def _pinned(made: Made, sides: SideHolds) -> dict[str, NDArray[np.uint8]]:
+    """What lies in the blocks beside."""
+    found = {
+        side.key: made.held.read(side.key, sides.by_key[side.key].pages.tolist())
+        for side in made.pool.sides.windows
+        if side.key in sides.by_key
+    }
+    slots = {
+        side.group: int(sides.by_key[side.key].pages[0])
+        for side in made.pool.sides.slots
+        if side.key in sides.by_key
+    }
+    if slots and len(slots) == len(made.pool.sides.slots):
+        found["state"] = made.held.read_state(slots)
+    return found
 
 
 def release(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """Give the prefix ``id`` back."""
     del arrays
-    _made(session, arguments).prefixes.pop(arguments["id"]).release()
+    made_of(session, arguments).prefixes.pop(arguments["id"]).release()
     return Message({})
 
 
 def admit_request(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """Admit ``tokens`` as ``id``, from the prefix of that id if there is one; it is given back if refused.
 
-    Returns ``answer``: the class of what came.
+    Arguments: ``granule`` and ``stops``: see `Checkpoints`.  Returns ``answer``: the class of what came.
     """
     del arrays
-    made, name = _made(session, arguments), arguments["id"]
+    made, name = made_of(session, arguments), arguments["id"]
     prefix = made.prefixes.pop(name, None)
     answer = admit(
         made.pool,
@@ -201,6 +224,7 @@ def admit_request(session: Session, arguments: Arguments, arrays: Arrays) -> Mes
         keyer=made.store.keyer,
         scope=_scope(arguments),
         prefix=prefix,
+        checkpoints=Checkpoints(arguments["granule"], tuple(arguments["stops"]), rolling=True),
     )
     if isinstance(answer, RequestKv):
         made.requests[name] = answer
@@ -212,21 +236,35 @@ def admit_request(session: Session, arguments: Arguments, arrays: Arrays) -> Mes
 def step(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """One step of ``id``: prefill of ``max_tokens``, or decode if there is none; ``token`` is sampled.
 
-    With ``revert`` the step comes to nothing after its rows were written.  Arrays: ``content``.
-    Returns ``start``, ``end``, ``emits`` and the step's ``pages``.
+    What it has to copy first is copied; where it is left at a checkpoint, it is sealed, unless ``seal`` is
+    false.  With ``revert`` the step comes to nothing before it has touched a state.  Arrays: ``content`` and
+    ``state`` to write.  Returns ``start``, ``end``, ``emits``, the step's ``pages`` by space and ``slots`` by
+    group, and whether it ended at a ``checkpoint``; arrays: ``state``, what it found in its slots.
     """
-    made = _made(session, arguments)
+    made = made_of(session, arguments)
     req, limit = made.requests[arguments["id"]], arguments.get("max_tokens")
     chunk = req.schedule_decode() if limit is None else req.schedule_prefill(limit)
-    content = arrays["content"]
+    for space, pairs in chunk.copies.items():
+        made.bindings[space].copy_blocks(pairs)
+    found, content = made.held.read_state(chunk.slots), arrays["content"]
     if len(content) == len(chunk.token_ids):
-        made.rows.write(chunk.pages[SPACE], chunk.start, content)
+        made.held.write(chunk.pages, chunk.start, content)
     if arguments.get("revert"):
         req.revert(chunk)
     else:
+        made.held.write_state(chunk.slots, arrays["state"])
         _apply(req, chunk, limit, arguments["token"])
-    pages = chunk.pages[SPACE].tolist()
-    return Message({"start": chunk.start, "end": chunk.end, "emits": chunk.emits, "pages": pages})
+        if req.checkpoint is not None and arguments.get("seal", True):
+            made.store.seal(req)
+    body = {
+        "start": chunk.start,
+        "end": chunk.end,
+        "emits": chunk.emits,
+        "pages": {space: table.tolist() for space, table in chunk.pages.items()},
+        "slots": dict(chunk.slots),
+        "checkpoint": chunk.checkpoint is not None,
+    }
+    return Message(body, {"state": found})
 
 
 def _apply(req: RequestKv, chunk: Chunk, limit: int | None, token: int) -> None:
@@ -239,7 +277,7 @@ def _apply(req: RequestKv, chunk: Chunk, limit: int | None, token: int) -> None:
 def seal(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """Seal ``id``."""
     del arrays
-    made = _made(session, arguments)
+    made = made_of(session, arguments)
     made.store.seal(made.requests[arguments["id"]])
     return Message({})
 
@@ -247,7 +285,7 @@ def seal(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
 def retire(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """Retire ``id``."""
     del arrays
-    made = _made(session, arguments)
+    made = made_of(session, arguments)
     made.store.retire(made.requests.pop(arguments["id"]))
     return Message({})
 
@@ -255,45 +293,64 @@ def retire(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
 def flush(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """Wait for the saves."""
     del arrays
-    return Message({"flushed": _made(session, arguments).store.flush()})
+    return Message({"flushed": made_of(session, arguments).store.flush()})
 
 
 def drain(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """Drop everything cached; overwrite memory with ``poison`` if given and nothing is held."""
     del arrays
-    made = _made(session, arguments)
+    made = made_of(session, arguments)
     made.pool.set_retention(False)
     made.pool.set_retention(True)
     poison = arguments.get("poison")
-    if poison is not None and made.pool.held == 0:
-        made.rows.poison(poison)
-    return Message({"free": made.pool.free, "total": made.pool.total})
+    pools = _pools(made)
+    if poison is not None and all(pool.held == 0 for pool in pools.values()):
+        made.held.poison(poison)
+    return Message({"held": {key: pool.total - pool.free for key, pool in pools.items()}})
+
+
+def _pools(made: Made) -> dict[str, Guards]:
+    """By space."""
+    return {SPACE: made.pool, **{side.key: side.pool for side in made.pool.sides}}
 
 
 def look(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
-    """Audit the books and read the pages of every live request.
+    """Audit the books and read what every live request has.
 
-    Returns ``books`` (what disagrees, or null) and per request its ``pages``; arrays: its rows, by its id.
+    Returns ``books`` (what disagrees, or null) and per request its ``pages`` by space, in windows 0 where it
+    has none, and its ``slots`` by group.  Arrays, by request and space: rows of the pages that it has, and
+    ``state``.
     """
     del arrays
-    made = _made(session, arguments)
+    made = made_of(session, arguments)
     books = None
     try:
         made.pool.check_books()
     except InternalFault as fault:
         books = str(fault)
-    pages = {name: req.pages.tolist() for name, req in made.requests.items()}
-    content = {name: made.rows.read(owned) for name, owned in pages.items()}
-    return Message({"books": books, "pages": pages}, content)
+    pages: dict[str, dict[str, list[int]]] = {}
+    slots, content = {}, {}
+    for name, req in made.requests.items():
+        pages[name] = {SPACE: req.pages.tolist()}
+        pages[name] |= {view.key: view.table[: view.end].tolist() for view in req.beside.windows}
+        slots[name] = req.beside.live_slots
+        for space, table in pages[name].items():
+            content[f"{name} {space}"] = made.held.read(space, [block for block in table if block])
+        content[f"{name} state"] = made.held.read_state(slots[name])
+    return Message({"books": books, "pages": pages, "slots": slots}, content)
 
 
 def gauges(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """All figures of the pool, the store and its tiers."""
     del arrays
-    made = _made(session, arguments)
-    stats, pool = made.store.stats(), made.pool.gauges()
+    made = made_of(session, arguments)
+    stats = made.store.stats()
+    pools = {key: pool.gauges() for key, pool in _pools(made).items()}
     body = {
-        "pool": {"held": pool.held, "pinned": pool.pinned, "entitled": pool.entitled},
+        "pools": {
+            key: {"held": pool.held, "pinned": pool.pinned, "entitled": pool.entitled}
+            for key, pool in pools.items()
+        },
         "store": stats.gauges,
         "counters": stats.counters,
         "degraded": stats.degraded,
@@ -306,7 +363,7 @@ def gauges(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
 def mend(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     """End the damage: answers that were held back come, what follows is whole; then wait for all loads."""
     del arrays
-    made = _made(session, arguments)
+    made = made_of(session, arguments)
     for tier in made.tiers:
         tier.mend()
     deadline = time.monotonic() + 10.0
@@ -345,58 +402,3 @@ def refusal(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     for lane in made.lanes:
         lane.close(10.0)
     return Message({"clauses": None, "text": ""})
-
-
-def churn(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
-    """Engines in threads over one store: prompts of shared ``families``, short deadlines among long ones.
-
-    Arguments: ``families``, ``threads``, ``rounds``, ``seed``.  Returns how many of what came about.
-    """
-    del arrays
-    made, counts, errors = _made(session, arguments), Counter[str](), list[BaseException]()
-
-    def engine(number: int) -> None:
-        rng = np.random.default_rng([arguments["seed"], number])
-        try:
-            for turn in range(arguments["rounds"]):
-                _turn(made, rng, arguments["families"], counts)
-                if turn % 8 == number:
-                    made.pool.set_retention(False)
-                    made.pool.set_retention(True)
-        except BaseException as error:  # noqa: BLE001 - told to the parent
-            errors.append(error)
-
-    threads = [threading.Thread(target=engine, args=(number,)) for number in range(arguments["threads"])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return Message(dict(counts))
-
-
-def _turn(made: Made, rng: np.random.Generator, families: list[list[int]], counts: Counter[str]) -> None:
-    family = families[int(rng.integers(len(families)))]
-    tokens = family[: 1 + int(rng.integers(len(family)))]
-    deadline_s = 0.0003 if rng.random() < 0.3 else 10.0  # noqa: PLR2004 - some loads are abandoned
-    prefix = made.store.resolve(RANK, tokens, policy=ResolvePolicy(deadline_s))
-    counts["hits"] += prefix.hit_tokens > 0
-    answer = admit(
-        made.pool,
-        prompt_tokens=tokens,
-        max_new_tokens=1,
-        keyer=made.store.keyer,
-        scope=Scope(),
-        prefix=prefix,
-    )
-    if not isinstance(answer, RequestKv):
-        prefix.release()
-        counts["postponed"] += 1
-        return
-    counts["requests"] += 1
-    while answer.committed_tokens < answer.prompt_len:
-        chunk = answer.schedule_prefill(1 + int(rng.integers(8)))
-        answer.apply_prefill(chunk, 0 if chunk.emits else None)
-        made.store.seal(answer)
-    made.store.retire(answer)
