@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from kvc_conformance.sim.prompts import DEGREES, PARENTS, SCOPES, SPACE, simulated
+from kvc_conformance.sim.prompts import DEGREES, PARENTS, SCOPES, SPACE
+from kvc_conformance.sim.spaces import simulated
 from kvcontract.contract.check import check_model
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import layout

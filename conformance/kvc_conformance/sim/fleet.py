@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 
 from kvc_conformance.sim.judge import Counts
-from kvc_conformance.sim.prompts import Prompts, simulated
+from kvc_conformance.sim.prompts import Prompts
+from kvc_conformance.sim.spaces import simulated
 from kvc_conformance.sim.trace import STEPS, Trace, collected, minimal, of, run_seed
 from kvcontract.contract.model import KvModel
 from kvcontract.tiers.fault import FAULTS_OF

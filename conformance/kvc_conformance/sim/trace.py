@@ -21,9 +21,11 @@ from kvc_conformance.sim.checked import (
     setting_faults,
 )
 from kvc_conformance.sim.judge import Counts, Judge, Violation
-from kvc_conformance.sim.prompts import Prompts, simulated
+from kvc_conformance.sim.device import BrokenCopy
+from kvc_conformance.sim.prompts import Prompts
 from kvc_conformance.sim.schedule import Schedule
 from kvc_conformance.sim.setting import Setting
+from kvc_conformance.sim.spaces import simulated
 from kvc_conformance.sim.world import Action, World
 from kvcontract.contract.errors import KvContractError, UsageFault
 from kvcontract.contract.model import KvModel
@@ -140,7 +142,7 @@ class collected:  # noqa: N801 - used as a function
 def run_seed(prompts: Prompts, seed: int, steps: int = STEPS) -> tuple[Setting, Played]:
     """Play what a seed draws."""
     rng = Random(seed)  # noqa: S311 - a schedule, not a secret
-    setting = Setting.draw(rng, prompts.degrees)
+    setting = Setting.draw(rng, prompts.degrees, prompts.beside)
     schedule = Schedule(rng)
     left = iter(range(steps))
     return setting, _play(
@@ -209,6 +211,9 @@ def _world(prompts: Prompts, setting: Setting) -> Iterator[World]:
 
 
 def _uncaught(judge: Judge, args: Any) -> None:
+    if isinstance(args.exc_value, BrokenCopy):
+        judge.fault("fail copy")
+        return
     judge.broken("R4", f"an exception nobody caught: {args.exc_value!r}")
 
 

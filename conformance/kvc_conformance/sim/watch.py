@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvc_conformance.sim.node import Asked, Front, Node, Waited, record_names, relayed
-from kvc_conformance.sim.prompts import PARENTS, SCOPES
+from kvc_conformance.sim import beside
+from kvc_conformance.sim.node import Asked, Front, Node, Waited, part_of, record_names, relayed
+from kvc_conformance.sim.prompts import PARENTS, SCOPES, SPACE
 from kvcontract.contract.errors import UsageFault
 from kvcontract.store.control import ResetReport
 from kvcontract.store.policy import CancelToken, KvPrefix, ResolvePolicy
@@ -97,6 +98,7 @@ def _prefix(world: World, node: Node, asked: Asked, prefix: KvPrefix) -> None:
         clause = "D2" if asked.scope else "R2" if node.tp > 1 else "R4"
         right = node.right(asked, pages, hit)
         judge.holds(clause, ok=right, text=f"a hit of {hit} tokens of stream {asked.stream} holds other rows")
+        beside.hit(world, node, asked, prefix.hold, hit)
         early = [item for item in node.waited.values() if item.kind == "reset" and not item.task.done()]
         passed = any(item.begun < asked.begun and not item.cancelled for item in early)
         judge.holds("C11", ok=not passed, text="a resolve passed a reset that was asked for before it")
@@ -164,7 +166,7 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
     relays = [item for item in waited.relays if not item.done]
     going = len(active) + len(earlier) + len(saves) + len(relays)
     judge.holds("C11", ok=not going, text=f"a reset ran while {going} things from before went on")
-    left = sum(pool.gauges().cached for pool in node.pools)
+    left = sum(pool.gauges().cached for rank in range(len(node.pools)) for pool in node.pools_of(rank))
     judge.holds("C11", ok=not left, text=f"a reset ran, and {left} pages are still kept on the device")
     for front in node.fronts:
         asked, told = front.resets > waited.resets[front.name], front.name in report.tiers
@@ -177,25 +179,32 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
 
 def _look_at_gauges(world: World, node: Node) -> None:
     judge, gauges = world.judge, node.store.gauges()
-    pinned = reserved = 0
-    for pool in node.pools:
-        now = pool.gauges()
-        pinned += now.pinned
-        reserved += now.reservations
-        whole = now.free + now.cached + now.held == now.total
-        judge.holds(
-            "R8", ok=whole, text=f"free {now.free} + cached {now.cached} + held {now.held} of {now.total}"
-        )
-        left = now.free + now.cached - now.entitled
-        judge.holds("B5", ok=left >= 0, text=f"promises are {-left} pages above what is available")
     saving = node.saving()
-    if saving:
-        judge.holds("C1", ok=pinned >= len(saving), text=f"{pinned} pages pinned, {len(saving)} being saved")
-    calls = [call for front in node.fronts for call in front.calls]
-    if any(call.verb == "load" and not relayed(call) for call in calls):
-        judge.holds("A3", ok=reserved > 0, text="a tier is loading, and no pages are kept for it")
+    loading = {
+        int(call.keys["part"][0])
+        for front in node.fronts
+        for call in front.calls
+        if call.verb == "load" and not relayed(call)
+    }
+    for space in world.prompts.spaces.values():
+        part, pinned, reserved = space.part.id, 0, 0
+        for rank in range(len(node.pools)):
+            now = node.pool_of(rank, space).gauges()
+            pinned += now.pinned
+            reserved += now.reservations
+            text = f"free {now.free} + cached {now.cached} + held {now.held} of {now.total} in {space.key}"
+            judge.holds("R8", ok=now.free + now.cached + now.held == now.total, text=text)
+            left = now.free + now.cached - now.entitled
+            text = f"promises are {-left} blocks of {space.key} above what is available"
+            judge.holds("B5", ok=left >= 0, text=text)
+        if part in saving:
+            text = f"{pinned} blocks of {space.key} pinned, {len(saving[part])} being saved"
+            judge.holds("C1", ok=pinned >= len(saving[part]), text=text)
+        if part in loading:
+            text = f"a tier is loading, and no blocks of {space.key} are kept for it"
+            judge.holds("A3", ok=reserved > 0, text=text)
     opened, loads = node.open, gauges["loads"]
-    most = sum(item.back for item in world.setting.tiers) if gauges["relays"] else 0
+    most = len(world.prompts.spaces) * sum(item.back for item in world.setting.tiers) * bool(gauges["relays"])
     if not opened and not loads:
         leases = node.leases()
         judge.holds("A2", ok=leases <= most, text=f"nobody resolves or loads, and {leases} leases are held")
@@ -243,13 +252,18 @@ def _look_at_landed(world: World, node: Node, loads: int) -> None:
     landed, node.landed = node.landed, []
     if loads or world.setting.manual or len(node.pools) > 1 or node.open or not (node.cache and node.keep):
         return  # somebody may have taken its place since
-    step = world.prompts.step
     for record in landed:
-        chain = world.prompts.chain_to(record)
-        if chain is not None:
-            found = node.pools[0].probe(chain)
+        space, chain = world.prompts.by_part[part_of(record)], world.prompts.chain_to(record)
+        if chain is None:
+            continue
+        if space.key == SPACE:
+            probed = node.pools[0].probe(chain)
             text = "a record landed whole, after the page before it, and is not findable"
-            world.judge.holds("A4", ok=not len(chain) - step <= found < len(chain), text=text)
+            world.judge.holds("A4", ok=not len(chain) - space.record_pages <= probed < len(chain), text=text)
+        else:
+            there = node.sides[0][space.key].present(chain[-space.record_pages :])
+            text = f"a record of {space.key} landed whole, and is not findable"
+            world.judge.holds("A4", ok=bool(there.all()), text=text)
 
 
 # Calls
@@ -273,15 +287,16 @@ def called(world: World, node: Node, front: Front, call: Call) -> None:
 
 
 def _load_called(world: World, node: Node, front: Front, call: Call) -> None:
-    most = len(node.pools) * node.readers[int(call.keys["shard"][0])]
+    space = world.prompts.by_part[int(call.keys["part"][0])]
+    most = len(node.pools) * node.readers[space.part.id][int(call.keys["shard"][0])]
     loading = node.loading(front)
     times = max(loading[name] for name in key_bytes(call.keys))
     world.judge.holds("A16", ok=times <= most, text=f"a record is being loaded {times} times at once")
     first = not int(call.keys["shard"][0])  # the others follow, and much may happen in between
     if first and len(node.pools) == 1 and not world.setting.manual:
         chains = [world.prompts.pages_of(record) for record in record_names(call.keys)]
-        there = [[node.pools[0].probe(pages[at : at + 1]) for at in range(len(pages))] for pages in chains]
-        again = sum(all(pages) for pages in there if pages)
+        pool = node.pool_of(0, space)
+        again = sum(bool(beside.found(pool, pages).all()) for pages in chains if len(pages))
         world.judge.holds("A17", ok=not again, text=f"{again} records are loaded that are resident")
     for record in record_names(call.keys):
         node.landing.setdefault(record, 0)
@@ -299,7 +314,7 @@ def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | No
             node.landing.pop(record, None)
         elif record in node.landing:
             node.landing[record] += 1
-            if node.landing[record] == sum(node.readers):
+            if node.landing[record] == sum(node.readers[part_of(record)]):
                 del node.landing[record]
                 node.landed.append(record)
 
@@ -383,11 +398,13 @@ def _idle(world: World, node: Node) -> None:
     relays(world, node)
     gauges = {name: count for name, count in node.store.gauges().items() if count}
     judge.holds("R8", ok=not gauges, text=f"nothing goes on, and still: {gauges}")
-    for pool in node.pools:
-        pool.check_books()
-        now = pool.gauges()
-        left = now.held, now.pinned, now.entitled, now.requests, now.holds, now.reservations
-        judge.holds("R8", ok=not any(left), text=f"nothing goes on, and still: {now}")
+    for rank, whole in enumerate(node.pools):
+        whole.check_books()
+        for pool in node.pools_of(rank):
+            now = pool.gauges()
+            left = now.held, now.pinned, now.entitled, now.requests, now.holds, now.reservations
+            judge.holds("R8", ok=not any(left), text=f"nothing goes on, and still: {now}")
+    beside.findable(world, node)
     for front in node.fronts:
         stats = front.stats()
         judge.holds("A6", ok=not stats["leases"], text=f"{front.name}: {stats['leases']} leases are left")
@@ -411,6 +428,8 @@ def _restore(world: World, node: Node) -> None:
             hold, hit = asked.prefix.hold, asked.prefix.hit_tokens
             right = node.right(asked, [] if hold is None else hold.pages.tolist(), hit)
             world.judge.holds("R7", ok=right, text=f"stream {stream} came back from the tiers as another")
+            if hit:
+                beside.hit(world, node, asked, hold, hit)
             world.judge.reached("restored" if asked.prefix.hit_tokens else "not restored")
             asked.prefix.release()
         node.asked.clear()
