@@ -63,11 +63,11 @@ def hit(world: World, node: Node, asked: Asked, hold: Hold | None, tokens: int) 
             judge.holds(clause, ok=right, text=f"a hit of {tokens} tokens holds another state")
 
 
-def _live_slots(node: Node, rank: int) -> dict[str, list[int]]:
-    """By space, the live slots of a rank."""
+def _live_slots(node: Node, rank: int, but: Live | None = None) -> dict[str, list[int]]:
+    """By space, the live slots of a rank, but for those of one request."""
     slots: dict[str, list[int]] = {}
     for live in node.live.values():
-        if live.rank == rank and not live.req.released:
+        if live.rank == rank and live is not but and not live.req.released:
             for view in live.req.beside.slots:
                 slots.setdefault(view.key, []).append(view.slot)
     return slots
@@ -89,9 +89,9 @@ def rows(world: World, node: Node, live: Live) -> None:
         judge.holds("R3", ok=right, text=text)
     if not tokens or not req.beside.slots:
         return
-    slots = _live_slots(node, live.rank)
+    slots = _live_slots(node, live.rank, live)
     for view in req.beside.slots:
-        alone = slots[view.key].count(view.slot) == 1
+        alone = view.slot not in slots.get(view.key, ())
         judge.holds("F1", ok=alone, text=f"slot {view.slot} of {view.key} is that of two requests")
         if view.key in req.copies:
             source = req.copies[view.key][0][0]
@@ -118,15 +118,9 @@ def scheduled(world: World, chunk: Chunk) -> None:
 # Checkpoints
 
 
-def room(node: Node, live: Live, wanted: int) -> int:
+def room(live: Live) -> int:
     """Room for one more in the fullest of the slabs that a checkpoint of a request needs a slot of."""
-    name = live.req.keys[wanted // live.req.pool.page_tokens - 1 :][:1]
-    rooms = [
-        view.side.pool.gauges().budget
-        for view in live.req.beside.slots
-        if not found(view.side.pool, name)[0]
-    ]
-    return min(rooms, default=1)
+    return min((view.side.pool.gauges().budget for view in live.req.beside.slots), default=1)
 
 
 def checkpoint(world: World, node: Node, live: Live, breaking: int | None) -> None:
@@ -136,7 +130,7 @@ def checkpoint(world: World, node: Node, live: Live, breaking: int | None) -> No
     if not req.beside.slots or (wanted is None and not emitted):
         node.store.checkpoint(req)
         return
-    before, left = node.checkpoints(), 0 if wanted is None else room(node, live, wanted)
+    before, left = node.checkpoints(), 0 if wanted is None else room(live)
     device.breaking = breaking
     node.store.checkpoint(req)
     broke, device.breaking = breaking is not None and device.breaking is None, None
