@@ -189,7 +189,9 @@ class StoreCore:
         )
         common, share = (self.tally, clock.time), self.options.save_budget
         self.side_savers = {
-            key: SideSaver(item.known, self.policies, item.relays, item.berths, *common, budget=share)
+            key: SideSaver(
+                item.known, self.policies, item.relays, item.berths, *common, budget=share, growing=False
+            )
             for key, item in self.sides.items()
         }
         self.snapshots = Snapshots(self.record_keyer, self.crews, self.tally)

@@ -239,30 +239,37 @@ class SideFetcher:
 
     async def _begin(self, search: Search, flight: Flight, by_tier: Sequence[Flags]) -> bool:
         """Start to load; False if there is no room, or it is nowhere any more."""
-        workers, numbers = flight.workers, flight.numbers
-        rows, spread = np.unique(numbers // search.step, return_inverse=True)
-        reserved = flight.side.pool.reserve(len(numbers))
-        if reserved is None:
-            search.degrade(f"no room in {flight.side.key}")
-            return False
+        workers, records = flight.workers, np.unique(flight.numbers // search.step)
         with ExitStack() as owned:
-            owned.enter_context(reserved)
-            blocks = np.zeros((len(rows), workers.record_pages), np.int32)
-            blocks[spread, numbers % workers.record_pages] = reserved.pages
-            sources = await self._sources(search, workers, by_tier, rows, owned)
+            sources = await self._sources(search, workers, by_tier, records, owned)
             if sources is None:
                 search.degrade(f"state in {flight.side.key} is gone")
                 return False
-            records, begun = search.records[rows], self._clock()
+            left = ~flight.side.pool.present(flight.names)  # A17: some may have come meanwhile
+            numbers, names = flight.numbers[left], flight.names[left]
+            rows, spread = np.unique(numbers // search.step, return_inverse=True)
+            sources = _of_rows(sources, np.isin(records, rows))
+            if not len(rows):
+                self._over(flight)
+                return True
+            reserved = flight.side.pool.reserve(len(numbers))
+            if reserved is None:
+                search.degrade(f"no room in {flight.side.key}")
+                return False
+            owned.enter_context(reserved)
+            blocks = np.zeros((len(rows), workers.record_pages), np.int32)
+            blocks[spread, numbers % workers.record_pages] = reserved.pages
+            keys, begun = search.records[rows], self._clock()
             flight.until = self._deadline(search, *(source.tier for source in sources))
-            op = workers.load(sources, records, blocks, flight.until, key=search.ask.key)
+            op = workers.load(sources, keys, blocks, flight.until, key=search.ask.key)
             kept = owned.pop_all()
 
         def end(verdict: Verdict) -> None:
             try:
-                self._came(flight, reserved, verdict.codes[spread])
-                ok = verdict.codes[spread] == Code.OK
-                self._told(flight, sources, blocks[spread[ok], -1], records[spread[ok]], begun)
+                codes = verdict.codes[spread]
+                self._came(flight.side, reserved, names, codes)
+                ok = codes == Code.OK
+                self._told(flight, sources, blocks[spread[ok], -1], keys[spread[ok]], begun)
             finally:
                 kept.close()
                 self._over(flight)
@@ -297,12 +304,12 @@ class SideFetcher:
             found.append(Source(tier, lease, given))
         return None if left.any() else found
 
-    def _came(self, flight: Flight, reserved: Reservation, codes: Codes) -> None:
+    def _came(self, side: Side, reserved: Reservation, names: Keys, codes: Codes) -> None:
         """What came is named, whether anybody waits for it still or not (A4)."""
-        flight.side.pool.commit(reserved, flight.names, codes == Code.OK).release()
+        side.pool.commit(reserved, names, codes == Code.OK).release()
         for code, count in enumerate(np.bincount(codes).tolist()):
             if count:
-                self._tally.count(f"blocks_{Code(code).name.lower()}_{flight.side.key}", count)
+                self._tally.count(f"blocks_{Code(code).name.lower()}_{side.key}", count)
 
     def _told(
         self, flight: Flight, sources: Sequence[Source], blocks: Pages, records: Keys, begun: float
@@ -324,6 +331,12 @@ class SideFetcher:
         for name in flight.names:
             self._flights.pop((flight.rank.name, flight.side.key, name.tobytes()), None)
         flight.ended.settle(None)
+
+
+def _of_rows(sources: Sequence[Source], rows: Flags) -> list[Source]:
+    """Of some records, those that are wanted; without the sources of none of them."""
+    mine = [Source(source.tier, source.lease, source.rows[rows]) for source in sources]
+    return [source for source in mine if (source.rows >= 0).any()]
 
 
 def settle(search: Search) -> None:

@@ -181,10 +181,20 @@ def _findable(world: World, node: Node, rank: int, space: Space) -> None:
 # What is owed to the tiers
 
 
-def owed(node: Node, req: RequestKv) -> Iterator[tuple[bytes, RecordKeys]]:
-    """Records beside the full pages that a request which retires now is to leave in every tier.
+def rooms(req: RequestKv) -> dict[str, int]:
+    """By space, room to pin what is to be saved."""
+    return {side.key: side.pool.gauges().budget for side in req.pool.sides}
+
+
+def owed(node: Node, req: RequestKv, room_: dict[str, int]) -> Iterator[tuple[bytes, RecordKeys]]:
+    """Records beside the full pages that a request which has just retired is to leave in every tier.
 
     Of what it has taken, that which nobody has overwritten by now; without room to pin it, nothing.
+
+    Args:
+        node: the process.
+        req: the request.
+        room_: what there was before, see `rooms`.
     """
     taken = node.store._core.snapshots.of(req)  # noqa: SLF001 - nobody else knows where its copies are
     for side in req.pool.sides:
@@ -198,7 +208,7 @@ def owed(node: Node, req: RequestKv) -> Iterator[tuple[bytes, RecordKeys]]:
                 same = np.array_equal(pool.generation[blocks], generations)
                 if same and (pool._books.state[blocks] > STAGED).all():  # noqa: SLF001 - as `pin_named` does
                     found_[key.tobytes()] = key
-        if len(found_) * space.record_pages + 2 > pool.gauges().budget:
+        if len(found_) * space.record_pages + 2 > room_[side.key]:
             continue
         for key in found_.values():
             records = records_of(space, key[None])

@@ -192,13 +192,13 @@ def retire(world: World, action: Action) -> bool:
         world.judge.reached("request released")
         return True
     world.check_rows(node, live)
-    handoff, owed = action["handoff"], world.owed(node, live)
+    handoff, owed, rooms = action["handoff"], world.owed(node, live), beside.rooms(live.req)
     cls = SaveClass.CACHEABLE if handoff is None else SaveClass.HANDOFF
     report = node.store.retire(live.req, cls, handoff=handoff)
     world.judge.holds("C6", ok=live.req.released, text="retire left the request unreleased")
     world.judge.reached("request retired")
     if node.cache and handoff is None:
-        world.owe(node, owed, report)
+        world.owe(node, owed | dict(beside.owed(node, live.req, rooms)), report)
     _watch(world, node, report, handoff=handoff is not None)
     return True
 

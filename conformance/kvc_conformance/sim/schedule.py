@@ -36,9 +36,10 @@ DECODING: Final = 0.6
 INTERIOR: Final = 0.25
 """Shares of requests: where they are wanted to leave checkpoints, and how."""
 
+WHOLE: Final = 0.7
 TAKEN: Final = 0.9
 BREAKING: Final = 0.03
-"""Shares of steps: a checkpoint is taken at once; one of its copies fails."""
+"""Shares of steps: it ends where there could be a checkpoint; a checkpoint is taken at once; one of its copies fails."""
 
 PLAIN_DEADLINES_S: Final = (0.02, 2.0, 15.0, 15.0, 15.0)
 FULL_DEADLINES_S: Final = (0.02, 0.2, 0.6)
@@ -144,7 +145,7 @@ class Schedule:
             "prompt_end": rng.random() < PROMPT_END,
             "branches": rng.random() < BRANCHES,
             "stops": sorted(rng.sample(range(1, length), rng.randint(0, 2))),
-            "every": rng.choice((None, 1, 4)),
+            "every": rng.choice((None, 1, 1, 1, 4)),
             "decoding": rng.random() < DECODING,
             "interior": rng.random() < INTERIOR,
         }
@@ -154,6 +155,9 @@ class Schedule:
         size, revert = self._rng.randint(1, 9), self._rng.random() < REVERTED
         action |= {"id": self._rng.choice(running), "size": size, "revert": revert}
         if world.prompts.beside:
+            if self._rng.random() < WHOLE:
+                live, granule = node.live[action["id"]], world.prompts.granule
+                action["size"] = granule * self._rng.randint(1, 3) - live.req.committed_tokens % granule
             action["checkpoint"] = self._rng.random() < TAKEN
             action["breaking"] = self._rng.randrange(2) if self._rng.random() < BREAKING else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -182,10 +183,17 @@ def _play(prompts: Prompts, setting: Setting, following: Next) -> Played:
             world.finish()
         except Violation as violation:
             found = violation
-        except KvContractError as error:  # none of what is done here may be refused
+        except Exception as error:  # none of what is done here may be refused, or fail
+            if not (isinstance(error, KvContractError) or _raised_by_the_runtime(error)):
+                raise
             found = Violation("R4", f"{type(error).__name__}: {error}")
         counts = world.judge.counts
     return Played(tuple(done), found, counts)
+
+
+def _raised_by_the_runtime(error: BaseException) -> bool:
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return str(last.f_globals.get("__name__")).startswith("kvcontract.")
 
 
 @contextmanager

@@ -250,7 +250,7 @@ def _look_at_landed(world: World, node: Node, loads: int) -> None:
     if not node.landed:
         return
     landed, node.landed = node.landed, []
-    if loads or world.setting.manual or len(node.pools) > 1 or node.open or not (node.cache and node.keep):
+    if loads or node.open or not (node.cache and node.keep):
         return  # somebody may have taken its place since
     for record in landed:
         space, chain = world.prompts.by_part[part_of(record)], world.prompts.chain_to(record)
@@ -292,14 +292,18 @@ def _load_called(world: World, node: Node, front: Front, call: Call) -> None:
     loading = node.loading(front)
     times = max(loading[name] for name in key_bytes(call.keys))
     world.judge.holds("A16", ok=times <= most, text=f"a record is being loaded {times} times at once")
-    first = not int(call.keys["shard"][0])  # the others follow, and much may happen in between
-    if first and len(node.pools) == 1 and not world.setting.manual:
-        chains = [world.prompts.pages_of(record) for record in record_names(call.keys)]
-        pool = node.pool_of(0, space)
-        again = sum(bool(beside.found(pool, pages).all()) for pages in chains if len(pages))
-        world.judge.holds("A17", ok=not again, text=f"{again} records are loaded that are resident")
-    for record in record_names(call.keys):
-        node.landing.setdefault(record, 0)
+    names = record_names(call.keys)
+    if len(node.pools) > 1 or world.setting.manual:
+        return  # much may happen in between
+    pool = node.pool_of(0, space)
+    there = [beside.found(pool, world.prompts.pages_of(record)) for record in names]
+    if not int(call.keys["shard"][0]):  # the others follow
+        again = sum(bool(pages.all()) for pages in there if len(pages))
+        judge = world.judge
+        judge.holds("A17", ok=not again, text=f"{again} records of {space.key} are loaded that are resident")
+    for record, pages in zip(names, there, strict=True):
+        if space.key == SPACE or not pages.any():  # what is there of a window may go before the rest has come
+            node.landing.setdefault(record, 0)
 
 
 def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | None, codes: Codes) -> None:

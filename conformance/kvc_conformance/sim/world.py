@@ -231,16 +231,15 @@ class World:
             beside.rows(self, node, live)
 
     def owed(self, node: Node, live: Live) -> dict[bytes, RecordKeys]:
-        """Records that a request which retires now is to leave in every tier."""
+        """Records of full pages that a request which retires now is to leave in every tier."""
         space, keys = self.prompts.spaces[SPACE], live.req.record_keys(node.store.record_keyer)
         if not len(keys):
             return {}
         columns, records = len(space.records), records_of(space, keys)
-        found = {
+        return {
             name: records[at * columns : (at + 1) * columns]
             for at, name in enumerate(record_names(records[::columns]))
         }
-        return found | dict(beside.owed(node, live.req))
 
     def owe(self, node: Node, owed: dict[bytes, RecordKeys], report: Pending[SealReport]) -> None:
         """What was retired has to be in every tier once its saves have landed, or to be told (C3, C4)."""
