@@ -21,6 +21,7 @@ from kvcontract.contract.layout import layout, tp_faults
 from kvcontract.contract.members import joint_fault, pairs
 from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Group, KvModel
 from kvcontract.contract.revalidate import shown
+from kvcontract.contract.snapshot import narrows, snapshot_faults
 from kvcontract.contract.wire import parts
 
 
@@ -246,9 +247,8 @@ def _unserved_group(group: Group) -> Iterator[tuple[str, Any, str]]:
         yield "optional", group.optional, "False"
     if group.lookahead_tokens:
         yield "lookahead_tokens", group.lookahead_tokens, "0"
-    for name in ("weights", "snapshot_dtype"):
-        if getattr(group, name) is not None:
-            yield name, getattr(group, name), "None"
+    if group.weights is not None:
+        yield "weights", group.weights, "None"
 
 
 @_checks("KVC-DECL-12")
@@ -257,6 +257,10 @@ def _served(model: KvModel, _tp: int) -> Iterator[Found]:
     for i, group in enumerate(model.groups):
         for name, value, allowed in _unserved_group(group):
             yield Found(f"groups[{i}].{name}", value, allowed, message, group)
+    for i, group in enumerate(model.groups):
+        if narrows(group) and model.repack is not None:
+            allowed = "None, beside a repack"
+            yield Found(f"groups[{i}].snapshot_dtype", group.snapshot_dtype, allowed, message, group)
     if not any(group.kind == "paged" and group.reach.key == "full" for group in model.groups):
         what = "at least one paged group that reaches back to the first token"
         yield Found("groups", [group.name for group in model.groups], what, message, model)
@@ -271,13 +275,15 @@ def _agreement(model: KvModel, _tp: int) -> Iterator[Found]:
         if group.kind != "paged" and group.reach.key != "full":
             message = "only paged groups have a reach"
             yield Found(f"groups[{i}].reach", group.reach.key, "Full()", message, group)
-        for name in ("boundary_tokens", "snapshot_dtype"):
+        for name in ("boundary_tokens", "snapshot_dtype", "snapshot_bound"):
             if group.kind != "bounded" and getattr(group, name) is not None:
                 message = "only bounded groups are taken at boundaries"
                 yield Found(f"groups[{i}].{name}", getattr(group, name), "None", message, group)
         if group.kind == "bounded" and group.snapshot_dtype not in {None, *DTYPE_BITS}:
             known = ", ".join(DTYPE_BITS)
             yield Found(f"groups[{i}].snapshot_dtype", group.snapshot_dtype, known, "unknown dtype", group)
+        for name, value, allowed, message in snapshot_faults(model, group) if group.kind == "bounded" else ():
+            yield Found(f"groups[{i}].{name}", value, allowed, message, group)
 
 
 @_checks("KVC-LAYOUT-01")

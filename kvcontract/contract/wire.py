@@ -17,8 +17,9 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from kvcontract.contract.layout import ArenaLayout, arena_layout, cut_axes, held, space_key
+from kvcontract.contract.layout import ArenaLayout, arena_layout, cut_axes, held
 from kvcontract.contract.model import Arena, Full, Group, KvModel
+from kvcontract.contract.snapshot import kept_key, narrowed
 
 SEGMENT_BYTES: Final = 512 * 1024
 """A record's segment is a run of whole layers of about this many bytes."""
@@ -119,12 +120,17 @@ def _part(model: KvModel, number: int, name: str, groups: list[Group]) -> Part:
     names = tuple(group.name for group in groups)
     arenas = [arena for arena in wire_arenas(model) if arena.group in names]
     sizes = tuple(size for arena in arenas for size in cut_axes(arena).values())
-    return Part(number, name, space_key(groups[0]), names, tuple(dict.fromkeys(sizes)))
+    return Part(number, name, kept_key(groups[0]), names, tuple(dict.fromkeys(sizes)))
 
 
 def wire_arenas(model: KvModel) -> tuple[Arena, ...]:
     """The arenas as they are stored."""
-    return model.arenas if model.repack is None else model.repack.arenas
+    if model.repack is not None:
+        return model.repack.arenas
+    groups = {group.name: group for group in model.groups}
+    return tuple(
+        narrowed(arena, groups[arena.group]) if arena.group in groups else arena for arena in model.arenas
+    )
 
 
 @_remembered
@@ -207,7 +213,10 @@ def identity_document(model: KvModel, groups: Iterable[str]) -> dict[str, Any]:
         "weights": model.weights.model_dump(),
         "numerics": model.numerics,
         "record_tokens": model.record_tokens,
-        "groups": [group.model_dump(mode="json", exclude={"optional", "restore"}) for group in members],
+        "groups": [
+            group.model_dump(mode="json", exclude={"optional", "restore", "snapshot_bound"})
+            for group in members
+        ],
         "arenas": [
             arena.model_dump(mode="json", exclude=inert)
             for arena in wire_arenas(model)

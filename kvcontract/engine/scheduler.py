@@ -25,6 +25,7 @@ from kvcontract.engine.preemption import due, victims
 from kvcontract.engine.request import Finish, Request, Result, refusal
 from kvcontract.engine.sampling import Sampler
 from kvcontract.memory.binding import Binding
+from kvcontract.memory.slots import copy_blocks
 from kvcontract.pool.handles import Later
 from kvcontract.pool.request import Chunk
 from kvcontract.store.policy import KvPrefix
@@ -280,9 +281,7 @@ class Scheduler:
 
     def _copy(self, copies: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
         """Copy blocks, all groups of each, in the order of the device's work."""
-        for space, pairs in copies.items():
-            for pair in pairs:  # one may read what another has written
-                self._machine.bindings[space].copy_blocks([pair])
+        copy_blocks(self._machine.bindings, copies)
 
     def _branches(self, item: Active, logits: Tensor) -> None:
         """The prompt has been run: every branch samples its own first token and goes on by itself."""

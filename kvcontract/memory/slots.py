@@ -4,31 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvcontract.contract.snapshot import live_key
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.device import StreamEvent
 
 Pairs = Sequence[tuple[int, int]]
 
 
-def copy_slots(
-    workers: Sequence[Mapping[str, Binding]], pairs: Mapping[str, Pairs]
+def copy_blocks(memory: Mapping[str, Binding], copies: Mapping[str, Pairs]) -> None:
+    """Make copies that a request asks for, one after the other: one may read what another has written.
+
+    A snapshot in a narrower form is widened on its way to a live slot.
+
+    Args:
+        memory: of each space, by its key.
+        copies: (source, target) by space; see `Chunk.copies`.
+    """
+    for space, pairs in copies.items():
+        _copy(memory[space], memory[live_key(space)], pairs)
+
+
+def take_snapshots(
+    workers: Sequence[Mapping[str, Binding]], copies: Mapping[str, Pairs]
 ) -> tuple[StreamEvent, ...]:
-    """Copy blocks, all arenas of each, on every worker.
+    """Copy live slots to snapshots, on every worker, in the form in which they are kept.
 
     On a device the copies stand in the order of its work: behind the step that has written the sources, and
     before the next one, which alone waits for them (F1).
 
     Args:
         workers: memory of each space by its key, for each worker.
-        pairs: (source, target) by space.
+        copies: (live slot, snapshot) by the snapshots' space.
 
     Returns:
         Events of the devices, after which the copies are complete; none where they are already.
     """
     for memory in workers:
-        for space, wanted in pairs.items():
-            memory[space].copy_blocks(wanted)
-    return written(workers, pairs)
+        for space, pairs in copies.items():
+            _copy(memory[live_key(space)], memory[space], pairs)
+    return written(workers, copies)
+
+
+def _copy(source: Binding, target: Binding, pairs: Pairs) -> None:
+    if source is target:
+        for pair in pairs:
+            source.copy_blocks([pair])
+        return
+    for name, view in target.views.items():
+        for first, second in pairs:
+            view[second].copy_(source.views[name][first])
 
 
 def written(workers: Sequence[Mapping[str, Binding]], spaces: Iterable[str]) -> tuple[StreamEvent, ...]:

@@ -69,10 +69,10 @@ def hold_at(sides: Sides, keys: Keys, pages: int) -> SideHolds | None:
             wanted = side.needed(pages)
             if not len(wanted):
                 continue
-            hold = side.pool.hold(keys[wanted])
+            hold = side.index.hold(keys[wanted])
             if hold is None:
                 return None
-            found[side.key] = undo.enter_context(hold)
+            found[side.index.key] = undo.enter_context(hold)
         undo.pop_all()
         return SideHolds(pages, found)
 
@@ -81,7 +81,7 @@ def hold_deepest(
     sides: Sides, page_tokens: int, keys: Keys, pages: int, legal: Media = NO_MEDIA
 ) -> SideHolds | None:
     """Pin what the deepest prefix needs that can be continued on this device; None: there is none."""
-    present = {side.key: side.pool.present(keys[:pages]) for side in sides}
+    present = {side.key: side.index.present(keys[:pages]) for side in sides}
     for boundary in covered(sides, page_tokens, present, pages, legal):
         if (held := hold_at(sides, keys, boundary)) is not None:
             return held
@@ -284,9 +284,10 @@ class Holdings:
         for window in self.windows:
             window.adopt(by_key.pop(window.key, None), pages)
         for view in self.slots:
-            view.source = by_key.pop(view.key, None)
+            key = view.side.index.key
+            view.source = by_key.pop(key, None)
             if view.source is not None:
-                self.copies[view.key] = pairs(view.source.pages, np.array([view.slot]))
+                self.copies[key] = pairs(view.source.pages, np.array([view.slot]))
 
     @property
     def live_slots(self) -> dict[str, int]:
@@ -312,7 +313,7 @@ class Holdings:
         for position in positions:
             mine: dict[str, Reservation] = {}
             for view in (view for view in self.slots if view.side.stored):
-                kept = view.side.pool.reserve(1)
+                kept = view.side.index.reserve(1)
                 if kept is None:
                     _let_go(mine)
                     return {group: tuple(pairs) for group, pairs in found.items()}
@@ -368,7 +369,7 @@ class Holdings:
     def forget(self, keys: Keys) -> None:
         """Let nobody find what is named like this, uint64 [n, 2] (B13)."""
         for view in self.views:
-            view.side.pool.forget(keys)
+            view.side.index.forget(keys)
 
     def release(self) -> None:
         """Give everything back."""

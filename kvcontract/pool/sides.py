@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import space_key
 from kvcontract.contract.model import Chunk, Full, KvModel, Window
+from kvcontract.contract.snapshot import kept_key, narrows
 from kvcontract.pool.side import Flags, SidePool
 
 Boundaries = npt.NDArray[np.int64]
@@ -41,6 +42,11 @@ class Windowed:
     def key(self) -> str:
         """Of the space."""
         return self.pool.key
+
+    @property
+    def index(self) -> SidePool:
+        """Where what others can go on from is found."""
+        return self.pool
 
     @property
     def sink_pages(self) -> int:
@@ -95,6 +101,7 @@ class Slotted:
     Attributes:
         pool: their blocks.
         group: name of the group.
+        narrow: the snapshots' own blocks, where they have another form than the live slots.
         boundary_tokens: snapshots are taken at multiples of this.
         stored: whether there are snapshots at all.
     """
@@ -103,11 +110,17 @@ class Slotted:
     group: str
     boundary_tokens: int = 1
     stored: bool = True
+    narrow: SidePool | None = None
 
     @property
     def key(self) -> str:
         """Of the space."""
         return self.pool.key
+
+    @property
+    def index(self) -> SidePool:
+        """Where snapshots are found."""
+        return self.pool if self.narrow is None else self.narrow
 
     def lifetime(self, pages: int) -> int:
         """One, however long."""
@@ -146,6 +159,12 @@ class Sides:
         return bool(self.windows or self.slots)
 
     @property
+    def pools(self) -> tuple[SidePool, ...]:
+        """Of every space."""
+        found = [pool for side in self for pool in (side.pool, side.index)]
+        return tuple(dict.fromkeys(found))
+
+    @property
     def max_step_tokens(self) -> int | None:
         """Most tokens of one step of a request; None: any number."""
         return min((window.max_step_tokens for window in self.windows), default=None)
@@ -176,9 +195,12 @@ def make_sides(
             continue
         pool = SidePool(key, max(2, blocks.get(key, 0)), model.page_tokens, retention=retention)
         if isinstance(group.reach, Full):
-            stored = group.restore == "stored" and model.prefix_caching
-            slots.append(Slotted(pool, group.name, group.boundary_tokens or 1, stored))
-            least[key] = 3 if stored else 2
+            stored, narrow = group.restore == "stored" and model.prefix_caching, None
+            least[key] = 3 if stored and not narrows(group) else 2
+            if stored and narrows(group):
+                kept, least[kept_key(group)] = kept_key(group), 2
+                narrow = SidePool(kept, max(2, blocks.get(kept, 0)), model.page_tokens, retention=retention)
+            slots.append(Slotted(pool, group.name, group.boundary_tokens or 1, stored, narrow))
         else:
             windows.append(Windowed(pool, group.reach, max_step_tokens, model.record_pages))
             least[key] = windows[-1].lifetime(2**62) + 1

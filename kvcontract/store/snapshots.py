@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvcontract.core.lane import Urgency
 from kvcontract.core.pending import report_uncaught
 from kvcontract.memory.device import StreamEvent
-from kvcontract.memory.slots import copy_slots, written
+from kvcontract.memory.slots import take_snapshots, written
 from kvcontract.pool.handles import Reservation
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.keys import Keyer
@@ -143,7 +143,7 @@ class Snapshots:
         pages = [position // size - 1 for position in there if position not in apart]
         if pages:
             for side in rank.pool.sides.slots:
-                side.pool.demote(req.keys[pages])
+                side.index.demote(req.keys[pages])
 
     def _begun(self, key: Keys, requests: int) -> int:
         """So many requests more have begun, or will, at a boundary (uint64[2]); how many in all."""
@@ -196,19 +196,20 @@ class Snapshots:
         with ExitStack() as undo:
             staged: dict[str, Reservation] = {}
             for view in (view for view in req.beside.slots if view.side.stored):
-                there = view.side.pool.hold(name)
+                pool = view.side.index
+                there = pool.hold(name)
                 if there is not None:  # another request has been here
                     with there:
                         block = int(there.pages[0])
-                        found[view.key] = block, int(view.side.pool.generation[block])
+                        found[pool.key] = block, int(pool.generation[block])
                     continue
-                reserved = view.side.pool.reserve(1)
+                reserved = pool.reserve(1)
                 if reserved is None:
                     return None
-                staged[view.key] = undo.enter_context(reserved)
-            live = {view.key: view.slot for view in req.beside.slots}
+                staged[pool.key] = undo.enter_context(reserved)
+            live = {view.side.index.key: view.slot for view in req.beside.slots}
             pairs = {key: [(live[key], int(kept.pages[0]))] for key, kept in staged.items()}
-            after = copy_slots(rank.memory, pairs)
+            after = take_snapshots(rank.memory, pairs)
             undo.pop_all()
         return found | self._published(rank, staged, name, after), after
 
@@ -222,7 +223,7 @@ class Snapshots:
         self, rank: Rank, staged: Mapping[str, Reservation], name: Keys, after: tuple[StreamEvent, ...]
     ) -> dict[str, tuple[int, int]]:
         """Let slots be found, once they are complete (F2); where they are, and of which occupant."""
-        pools = {side.key: side.pool for side in rank.pool.sides.slots}
+        pools = {side.index.key: side.index for side in rank.pool.sides.slots}
         found = {
             key: (block := int(kept.pages[0]), int(pools[key].generation[block]))
             for key, kept in staged.items()

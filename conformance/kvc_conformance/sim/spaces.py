@@ -52,7 +52,6 @@ def simulated(model: KvModel) -> KvModel:
         group.name
         for group in model.groups
         if group.kind == "static"
-        or group.snapshot_dtype is not None
         or (_beside(group) and (group.restore != "stored" or group.optional))
     ]
     if odd or all(_beside(group) for group in model.groups):
@@ -87,7 +86,7 @@ def _near(group: Group, page: int, was: int) -> Group:
     if group.kind == "bounded":
         apart = group.boundary_tokens or 1
         pages = 1 if apart <= was else BOUNDARY_PAGES
-        return group.model_copy(update={"boundary_tokens": pages * page})
+        return group.model_copy(update={"boundary_tokens": pages * page, "snapshot_dtype": None})
     reach = group.reach
     if isinstance(reach, Window):
         tokens = min(reach.tokens, WINDOW_PAGES * page + 1)
