@@ -243,6 +243,7 @@ class Node:
     Attributes:
         pools: of full pages, by rank.
         sides: the pools beside it, by rank and space.
+        watched: of each space, the pools of all ranks.
         memory: by rank, worker and space.
         devices: by rank.
         readers: by id of a part, workers that need each shard of a record.
@@ -262,6 +263,10 @@ class Node:
         self.pools = [_pool(prompts, setting) for _ in range(setting.ranks)]
         self.sides: list[dict[str, SidePool]] = [
             {side.key: side.pool for side in pool.sides} for pool in self.pools
+        ]
+        self.watched = [
+            (space, [self.pool_of(rank, space) for rank in range(setting.ranks)])
+            for space in prompts.spaces.values()
         ]
         self.devices = [Device(deferred=setting.deferred) for _ in self.pools]
         blocks = {SPACE: setting.pages, **setting.blocks}

@@ -178,58 +178,86 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
 
 
 def _look_at_gauges(world: World, node: Node) -> None:
-    judge, gauges = world.judge, node.store.gauges()
-    saving = node.saving()
+    """What must hold all the time; what costs much is only looked at where it could be otherwise."""
+    judge, calls = world.judge, any(front.calls for front in node.fronts)
+    for space, pools in node.watched:
+        for pool in pools:
+            books, entitled = pool._books, pool._owed()  # noqa: SLF001 - after every step: gauges() takes a lock
+            if books.free + books.cached + books.held != books.total:
+                judge.broken("R8", f"free + cached + held is not total in {space.key}: {pool.gauges()}")
+            if entitled > books.free + books.cached:
+                judge.broken("B5", f"promises are above what is available in {space.key}: {pool.gauges()}")
+    judge.judged("R8")
+    judge.judged("B5")
+    if calls:
+        _look_at_calls(world, node)
+    opened, gauges = node.open, Gauges(node)
+    leases = node.leases()
+    if leases:
+        most = 0
+        if gauges["relays"]:
+            most = len(world.prompts.spaces) * sum(item.back for item in world.setting.tiers)
+        if not opened and not gauges["loads"]:
+            text = f"nobody resolves or loads, and {leases} leases are held"
+            judge.holds("A2", ok=leases <= most, text=text)
+        elif opened and gauges["waiting_for_room"] == len(opened) and not gauges["loads"]:
+            text = f"everybody waits for room, and {leases} leases are held"
+            judge.holds("A5", ok=leases <= most, text=text)
+    elif not opened:
+        judge.judged("A2")
+    if opened and not calls and not node.jobs:
+        _look_for_stuck(world, node, opened, gauges)
+    if any(front.owed for front in node.fronts) and not (
+        gauges["saves"] or gauges["shed"] or gauges["relays"]
+    ):
+        _look_at_owed(world, node)
+    if node.landed:
+        _look_at_landed(world, node, gauges)
+
+
+class Gauges:
+    """A store's, if somebody asks for one."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._found: dict[str, int] | None = None
+
+    def __getitem__(self, name: str) -> int:
+        if self._found is None:
+            self._found = self._node.store.gauges()
+        return self._found[name]
+
+
+def _look_at_calls(world: World, node: Node) -> None:
+    """While tiers copy, blocks are kept for it."""
+    judge, saving = world.judge, node.saving()
     loading = {
         int(call.keys["part"][0])
         for front in node.fronts
         for call in front.calls
         if call.verb == "load" and not relayed(call)
     }
-    for space in world.prompts.spaces.values():
-        part, pinned, reserved = space.part.id, 0, 0
-        for rank in range(len(node.pools)):
-            now = node.pool_of(rank, space).gauges()
-            pinned += now.pinned
-            reserved += now.reservations
-            text = f"free {now.free} + cached {now.cached} + held {now.held} of {now.total} in {space.key}"
-            judge.holds("R8", ok=now.free + now.cached + now.held == now.total, text=text)
-            left = now.free + now.cached - now.entitled
-            text = f"promises are {-left} blocks of {space.key} above what is available"
-            judge.holds("B5", ok=left >= 0, text=text)
+    for space, pools in node.watched:
+        part = space.part.id
         if part in saving:
+            pinned = sum(pool.gauges().pinned for pool in pools)
             text = f"{pinned} blocks of {space.key} pinned, {len(saving[part])} being saved"
             judge.holds("C1", ok=pinned >= len(saving[part]), text=text)
         if part in loading:
+            kept = any(pool.gauges().reservations for pool in pools)
             text = f"a tier is loading, and no blocks of {space.key} are kept for it"
-            judge.holds("A3", ok=reserved > 0, text=text)
-    opened, loads = node.open, gauges["loads"]
-    most = len(world.prompts.spaces) * sum(item.back for item in world.setting.tiers) * bool(gauges["relays"])
-    if not opened and not loads:
-        leases = node.leases()
-        judge.holds("A2", ok=leases <= most, text=f"nobody resolves or loads, and {leases} leases are held")
-    elif opened and gauges["waiting_for_room"] == len(opened) and not loads:
-        leases = node.leases()
-        judge.holds("A5", ok=leases <= most, text=f"everybody waits for room, and {leases} leases are held")
-    _look_for_stuck(world, node, opened, gauges)
-    if not gauges["saves"] and not gauges["shed"] and not gauges["relays"]:
-        _look_at_owed(world, node)
-    _look_at_landed(world, node, loads)
+            judge.holds("A3", ok=kept, text=text)
 
 
-def _look_for_stuck(world: World, node: Node, opened: list[Asked], gauges: dict[str, int]) -> None:
+def _look_for_stuck(world: World, node: Node, opened: list[Asked], gauges: Gauges) -> None:
     """A plain resolve that nothing keeps has ended (A7)."""
     plain = [asked for asked in opened if not asked.policy.full_hit]
-    kept = gauges["waiting_for_room"] or gauges["loads"] or len(plain) < len(opened) or node.jobs
-    kept = kept or any(front.calls for front in node.fronts)
-    kept = kept or any(item.kind == "reset" for item in node.waited.values())
-    if not kept:
+    kept = len(plain) < len(opened) or any(item.kind == "reset" for item in node.waited.values())
+    if not kept and not gauges["waiting_for_room"] and not gauges["loads"]:
         world.judge.holds("A7", ok=not plain, text=f"{len(plain)} plain resolves wait for nothing")
 
 
 def _look_at_owed(world: World, node: Node) -> None:
-    if not any(front.owed for front in node.fronts):
-        return
     failed = node.unasked != node.not_asked()  # saves that no tier has seen: they told so
     for front in node.fronts:
         owed, front.owed = front.owed, {}
@@ -245,12 +273,10 @@ def _look_at_owed(world: World, node: Node) -> None:
             world.judge.holds(clause, ok=there, text=text)
 
 
-def _look_at_landed(world: World, node: Node, loads: int) -> None:
+def _look_at_landed(world: World, node: Node, gauges: Gauges) -> None:
     """What has just been loaded whole is findable, although nobody waits for it any more (A4)."""
-    if not node.landed:
-        return
     landed, node.landed = node.landed, []
-    if loads or node.open or not (node.cache and node.keep):
+    if gauges["loads"] or node.open or not (node.cache and node.keep):
         return  # somebody may have taken its place since
     for record in landed:
         space, chain = world.prompts.by_part[part_of(record)], world.prompts.chain_to(record)
