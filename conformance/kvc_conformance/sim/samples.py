@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.model import Arena, Chunk, Field, Group, KvModel, WeightIdentity, Window
 
+_BEFORE: Final = "sample-"
 _NAMED: Final = WeightIdentity(kind="digest", value="0" * 32)
 
 
@@ -141,6 +143,13 @@ def samples() -> tuple[KvModel, ...]:
     return (_sharded(), _replicated(), _mixed(), _wide(), _windowed(), _hybrid())
 
 
-def named(name: str) -> tuple[KvModel, ...]:
-    """Those of a kind, ``windowed`` or ``hybrid``; none if it is the name of nothing here."""
-    return tuple(model for model in samples() if model.name == f"sample-{name}")
+def sample(name: str) -> KvModel:
+    """The one of that name, without ``sample-`` before it.
+
+    Raises:
+        UsageFault: there is none.
+    """
+    known = {model.name.removeprefix(_BEFORE): model for model in samples()}
+    if name not in known:
+        raise UsageFault(f"--model {name}: expected one of {', '.join(known)}")
+    return known[name]

@@ -161,12 +161,16 @@ def replay(trace: Trace) -> Played:
     """Play a trace.
 
     Raises:
-        UsageFault: its declaration cannot be cut to the degrees of its world.
+        UsageFault: its declaration cannot be cut to the degrees of its world, or lacks its spaces.
     """
     prompts = Prompts(trace.model)
     odd = sorted(set(trace.setting.degrees) - set(prompts.degrees))
     if odd:
         raise UsageFault(f"setting.degrees: {trace.model.name} cannot be cut to {', '.join(map(str, odd))}")
+    blocks, spaces = set(trace.setting.blocks), {space.key for space in prompts.beside}
+    if blocks != spaces:
+        expected = ", ".join(sorted(spaces)) or "none"
+        raise UsageFault(f"setting.blocks: {trace.model.name} has blocks beside its pages in: {expected}")
     with collected():
         return play(prompts, trace.setting, trace.actions)
 
