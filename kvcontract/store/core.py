@@ -189,24 +189,27 @@ class StoreCore:
         )
         common, share = (self.tally, clock.time), self.options.save_budget
         self.side_savers = {
-            key: SideSaver(item.known, self.policies, item.relays, item.berths, *common, budget=share)
+            key: SideSaver(
+                item.known, self.policies, item.relays, item.berths, *common, budget=share, growing=False
+            )
             for key, item in self.sides.items()
         }
         self.snapshots = Snapshots(self.record_keyer, self.crews, self.tally)
         self.cost = CostModel(self.options.cost, self.tally)
         self.lines = Lines()
+        limits_s = [policy.load_deadline_s for policy in self.policies]
         self.fetcher = Fetcher(
             self.tiers,
             tally=self.tally,
             loads=self.loads,
             cost=self.cost,
             lines=self.lines,
-            limits_s=[policy.load_deadline_s for policy in self.policies],
+            limits_s=limits_s,
         )
         self.explanations = Explanations(self._known_elsewhere)
         groups = [group for part in (pages, *self.sides.values()) for group in part.part.groups]
         answers = Answers(groups, self.tiers, self.tally, self.explanations)
-        self.side_fetcher = SideFetcher(self.sides, self.tiers, self.tally, clock.time)
+        self.side_fetcher = SideFetcher(self.sides, self.tiers, *common, limits_s=limits_s)
         self.resolver = Resolver(
             self.keyer,
             self.record_keyer,
