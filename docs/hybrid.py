@@ -17,6 +17,7 @@ from kvcontract import (
 )  # fmt: skip
 from kvcontract.contract.layout import layout
 from kvcontract.memory.binding import Binding
+from kvcontract.memory.slots import copy_blocks
 from kvcontract.pool.checkpoints import CheckpointPolicy
 from kvcontract.pool.sides import make_sides
 from kvcontract.tiers.dram import DramTier
@@ -48,8 +49,7 @@ with KvStore(model, [Rank(pool, memory)], [DramTier(1 << 20)]) as store:
         )  # fmt: skip
         while request.prefilling:
             chunk = request.schedule_prefill(max_tokens=64)  # ends where a checkpoint is wanted
-            for space, pairs in chunk.copies.items():  # a restored snapshot goes to the live slot
-                memory[space].copy_blocks(pairs)
+            copy_blocks(memory, chunk.copies)  # a restored snapshot goes to the live slot
             for space, name in (("full", "full"), ("window-40", "near")):  # here your kernels write
                 table = chunk.pages[space]  # 0: behind the window, let go of
                 memory[space].views[name, "x"][torch.tensor(table[table > 0])] = 1.0

@@ -167,8 +167,8 @@ class Scheduler:
         lowest = min((item.request.priority for item in self.active), default=None)
         if lowest is None or not any(request.priority > lowest for request in self._waiting()):
             return []
-        lack = self.line.head()
-        return [] if lack is None else victims(self.active, lack, self.line.pool, room=self._has_place())
+        lack, room = self.line.head(), self._has_place() and self.line.has_slots
+        return [] if lack is None else victims(self.active, lack, self.line.pool, room=room)
 
     def _preempt(self, item: Active, yields_to: frozenset[int] = frozenset()) -> None:
         """Seal what is complete, give pages and slots back, rest (B20)."""
@@ -195,8 +195,8 @@ class Scheduler:
         return woken
 
     def _has_place(self, taken: int = 0) -> bool:
-        """Whether one request more fits into the batch and the slots."""
-        return len(self.active) + taken < self._machine.max_requests and self.line.has_slots
+        """Whether one request more fits into the batch."""
+        return len(self.active) + taken < self._machine.max_requests
 
     def _waiting(self) -> list[Request]:
         return [arrival.request for arrival in self.line]
@@ -300,11 +300,14 @@ class Scheduler:
         if isinstance(kv, Later):
             self.line.push(Arrival(request, prefix, sampler=sampler, forced=token))
             return
+        if self.line.pool.sides.slots:  # before this request rewrites what the branch is to begin with
+            with contextlib.ExitStack() as undo:
+                undo.enter_context(kv)
+                self._copy(kv.copies)
+                undo.pop_all()
+            kv.copied()
         made = Active(request, prefix, kv, sampler, vocab_size=self.line.vocab_size)
         self.active.append(made)
-        if self.line.pool.sides.slots:  # before this request rewrites what the branch is to begin with
-            self._copy(kv.copies)
-            kv.copied()
         if token in request.stop_token_ids:
             self._finish(made, Finish.STOP)
 

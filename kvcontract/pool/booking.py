@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from kvcontract.pool.handles import Entitlement, Hold, Later, Never
 from kvcontract.pool.holdings import Holdings, SideHolds
@@ -17,9 +18,12 @@ def ask(pool: BlockPool, lifetime: int, hold: Hold | None) -> tuple[Entitlement,
         return Later(1)
     if isinstance(beside, Never):
         return beside
-    answer = pool.try_admit(lifetime, hold)
+    with ExitStack() as undo:
+        undo.callback(beside.release)
+        answer = pool.try_admit(lifetime, hold)
+        if isinstance(answer, Entitlement):
+            undo.pop_all()
     if not isinstance(answer, Entitlement):
-        beside.release()
         return later(pool, lifetime, 0 if hold is None else hold.hit_pages) if answer is None else answer
     beside.adopt(*taken(hold))
     return answer, beside
@@ -58,7 +62,7 @@ def rooms_without(pool: BlockPool, holds: Sequence[Hold]) -> list[tuple[int, ...
     for side in pool.sides:
         rooms = [side.pool.gauges().budget]
         for hold in holds:
-            mine = None if hold.sides is None else hold.sides.by_key.get(side.key)
+            mine = None if hold.sides is None else hold.sides.by_key.get(side.pool.key)
             rooms.append(rooms[-1] + (0 if mine is None else len(mine.pages)))
         columns.append(rooms)
     return list(zip(*columns, strict=True))

@@ -45,7 +45,8 @@ class Chunk:
         checkpoint: the step's end, where it is to be sealed so that somebody can go on from there.
         drafts: how many of the last tokens are proposals; each row before one is sampled too (B18).
         emits_at: per bounded group, (position, slot): where within the step its state is to be written, too.
-        copies: (source, target) blocks to copy first, by space, all groups of each (B23, E4, F4).
+        copies: (source, target) blocks to copy first, by space, all groups of each (B23, E4, F4); from a
+            space of what is kept to its live slots.  `memory.slots.copy_blocks` makes them.
     """
 
     token_ids: Tokens

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +86,14 @@ def hold_deepest(
     for boundary in covered(sides, page_tokens, present, pages, legal):
         if (held := hold_at(sides, keys, boundary)) is not None:
             return held
+        if not fits(sides, boundary):
+            return None  # nor would those before it, of which there may be thousands
     return None
+
+
+def fits(sides: Sides, pages: int) -> bool:
+    """Whether there is room to hold what a prefix of so many pages needs."""
+    return all(side.index.gauges().budget >= len(side.needed(pages)) for side in sides)
 
 
 class WindowView:
@@ -120,12 +128,15 @@ class WindowView:
         self._first = int(numbers[self._sinks(numbers)]) if len(numbers) > self._sinks(numbers) else pages
         self._named = self._end = pages
 
-    def share(self, parent: WindowView, pages: int) -> None:
-        """Begin as a branch: own the named pages of another request, of which there are `pages` in all."""
-        self._first, self._named, self._end = parent._first, pages, pages
+    def branch(self, parent: WindowView, pages: int) -> Pairs:
+        """Begin as a branch: own the named pages of another request, `pages` in all; what else to copy."""
+        self._first, self._named, self._end = parent._first, pages, parent._end
         mine = parent.table[:pages]
         self._pool.share(self.entitlement, mine[mine > 0])
         self.table[:pages] = mine
+        rest = pages + np.flatnonzero(parent.table[pages : parent.end])
+        self.table[rest] = self._pool.draw(self.entitlement, len(rest))
+        return pairs(parent.table[rest], self.table[rest])
 
     def grow(self, pages: int) -> None:
         """Have all pages up to a number."""
@@ -213,21 +224,16 @@ class Holdings:
 
     Attributes:
         copies: (source, target) blocks to copy before the first step, by space.
-        pinned: their sources in requests that go on, by space.
         staged: slots that the outstanding step writes a state to, by position and space.
         emitted: the same of a step that is done, until somebody names them.
-        parent: of a branch that has not copied yet.
-        read_by_a_branch: how many branches have not copied yet what this one would rewrite.
     """
 
     def __init__(self, sides: Sides, promises: Mapping[str, Entitlement], pages: int) -> None:
         self._sides = sides
         self.copies: dict[str, Pairs] = {}
-        self.pinned: dict[str, Pages] = {}
         self.staged: dict[int, dict[str, Reservation]] = {}
         self.emitted: dict[int, dict[str, Reservation]] = {}
-        self.parent: Holdings | None = None
-        self.read_by_a_branch = 0
+        self._readers: WeakSet[Holdings] = WeakSet()
         self.windows = [WindowView(side, promises[side.key], pages) for side in sides.windows]
         self.slots = [SlotView(side, promises[side.key]) for side in sides.slots]
         for view in self.slots:
@@ -268,22 +274,23 @@ class Holdings:
         with ExitStack() as undo:
             undo.callback(made.release)
             for mine, theirs in zip(made.windows, self.windows, strict=True):
-                mine.share(theirs, shared)
-                mine.grow(theirs.end)
-                copies[mine.key] = pairs(theirs.table[shared : theirs.end], mine.table[shared : theirs.end])
+                copies[mine.key] = mine.branch(theirs, shared)
             for slot, other in zip(made.slots, self.slots, strict=True):
                 copies[slot.key] = ((other.slot, slot.slot),)
             for view in made.views:
                 sources = np.array([source for source, _ in copies[view.key]], np.int32)
-                if len(sources):
-                    if not view.side.pool.pin_owned(sources):
-                        return None
-                    made.pinned[view.key] = sources
+                if len(sources) and not view.side.pool.copy_from(view.entitlement, sources):
+                    return None
             undo.pop_all()
         made.copies = {key: found for key, found in copies.items() if found}
         if self.slots:
-            made.parent, self.read_by_a_branch = self, self.read_by_a_branch + 1
+            self._readers.add(made)
         return made
+
+    @property
+    def read_by_a_branch(self) -> bool:
+        """Whether a branch has not copied yet what this one would rewrite."""
+        return any(branch.copies for branch in self._readers)
 
     def adopt(self, held: SideHolds | None, pages: int) -> None:
         """Begin after a prefix of so many pages; what was held for it is consumed."""
@@ -303,15 +310,14 @@ class Holdings:
 
     def copied(self) -> None:
         """What it asked to be copied is copied: sources are let go."""
+        self._forget_copies()
+        for view in self.views:
+            view.side.pool.copied(view.entitlement)
+
+    def _forget_copies(self) -> None:
         self.copies = {}
         for view in self.slots:
             view.release()
-        while self.pinned:
-            key, blocks = self.pinned.popitem()
-            next(side for side in self._sides if side.key == key).pool.unpin(blocks)
-        if self.parent is not None:
-            self.parent.read_by_a_branch -= 1
-            self.parent = None
 
     def stage(self, positions: Sequence[int]) -> dict[str, Pairs]:
         """Slots for states inside the next step, by group; as many positions as there is room for (F6)."""
@@ -381,7 +387,7 @@ class Holdings:
     def release(self) -> None:
         """Give everything back."""
         with ExitStack() as end:
-            end.callback(self.copied)
+            end.callback(self._forget_copies)
             end.callback(self.unstage)
             for view in self.views:
                 end.callback(view.entitlement.release)

@@ -23,7 +23,7 @@ from kvcontract.pool.books import ROOT
 from kvcontract.pool.events import Content
 from kvcontract.pool.guards import as_keys, leading
 from kvcontract.pool.handles import Entitlement, Hold, Never, Reservation, Run
-from kvcontract.pool.holdings import hold_deepest
+from kvcontract.pool.holdings import covered, hold_deepest
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.kernels import STAGED, WRITABLE
 from kvcontract.pool.media import NO_MEDIA, Media
@@ -82,6 +82,14 @@ class BlockPool(Rooted):
         wanted = as_keys(keys)
         with self._gate() as books:
             return len(books.index.match(wanted))
+
+    def probe_whole(self, keys: Keys) -> int:
+        """How many leading pages of a chain a request could go on from here; pins nothing."""
+        pages = self.probe(keys)
+        if not self.sides or not pages:
+            return pages
+        present = {side.key: side.index.present(keys[:pages]) for side in self.sides}
+        return next(iter(covered(self.sides, self.page_tokens, present, pages)), 0)
 
     def budget(self, hold: Hold | None = None) -> int:
         """Largest lifetime, in pages, that would be admitted now: available - entitled + credit (B9).

@@ -260,6 +260,8 @@ class RequestKv(RequestView):
                 released or finished, or there is no sampled token to replace.
         """
         self._refuse_when_busy()
+        if self.copies:
+            raise UsageFault("no branch: what this request begins with is still to be copied")
         if self.finished or (last_token is not None and (self.prefilling or not self.new_tokens)):
             raise UsageFault("no branch: the request is finished, or has no sampled token to replace")
         if last_token is not None:
@@ -284,7 +286,6 @@ class RequestKv(RequestView):
         )
         made.prompt_len, made._started = self.prompt_len, True
         made.hit_tokens = made.committed_tokens = self.committed_tokens
-        made.checkpoint = self.checkpoint
         return made
 
     def copied(self) -> None:
@@ -397,9 +398,7 @@ class RequestKv(RequestView):
         needed = -(-end // self._pool.page_tokens)
         if needed > len(self.pages):
             self._pool.draw(self._entitlement, needed - len(self.pages))
-        wanted = not drafts and self._checkpoints.wanted(
-            end, self._last_checkpoint, decoding=not self.prefilling
-        )
+        wanted = not drafts and self._wanted(end)
         self.checkpoint = None  # what it stood at is about to be rewritten
         self._chunk = Chunk(
             token_ids=token_ids.copy(),
@@ -414,6 +413,10 @@ class RequestKv(RequestView):
         )
         return self._chunk
 
+    def _wanted(self, position: int) -> bool:
+        """Whether somebody wants to go on from there."""
+        return self._checkpoints.wanted(position, self._last_checkpoint, decoding=not self.prefilling)
+
     def _inside(self, start: int, end: int) -> list[int]:
         """Where within a step over known tokens a state is wanted."""
         media = self._sequence.media
@@ -427,8 +430,11 @@ class RequestKv(RequestView):
             self.copied()
         self._beside.ran()
         self.committed_tokens = chunk.end - chunk.drafts + max(0, len(tokens) - 1)
-        if chunk.checkpoint is not None:
-            self.checkpoint = self._last_checkpoint = chunk.checkpoint
+        at = chunk.checkpoint
+        if chunk.drafts and not self._pool.sides.slots and self._wanted(self.committed_tokens):
+            at = self.committed_tokens  # pages alone need no state that a rejected proposal has changed
+        if at is not None:
+            self.checkpoint = self._last_checkpoint = at
         self._keep(self.committed_tokens)
         self._register()
 

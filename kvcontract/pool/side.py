@@ -284,15 +284,24 @@ class SidePool(Guards):
 
     # Saves
 
-    def pin_owned(self, blocks: Pages) -> bool:
-        """Keep owned blocks (int32 [n], none twice) until `unpin`, whoever owns them; False: no room."""
+    def copy_from(self, entitlement: Entitlement, blocks: Pages) -> bool:
+        """Keep another request's blocks (int32 [n], none twice) until `copied`, or the end of this one.
+
+        Returns:
+            Whether there was room; nothing has changed if not.
+
+        Raises:
+            UsageFault: the entitlement is spent.
+        """
         with self._gate() as books:
+            run = self._peek(entitlement)
             if self._room() < int(np.count_nonzero(books.pins[blocks] == 0)):
                 return False
             books.pin(blocks)
+            run.sources = blocks
             return True
 
-    def pin_named(self, blocks: Pages, generations: npt.NDArray[np.uint32]) -> Flags:
+    def pin_named(self, blocks: Pages, generations: npt.NDArray[np.uint32], *, ending: bool = False) -> Flags:
         """Keep blocks from being issued again until `unpin` (C1), as far as each has its occupant still.
 
         A pin takes room; where there is too little, the last blocks are left out.
@@ -300,13 +309,16 @@ class SidePool(Guards):
         Args:
             blocks: int32 [n], none twice.
             generations: uint32 [n], of the occupants that are meant.
+            ending: the caller ends right after, and what is booked for it: what it owns takes no room.
 
         Returns:
             bool [n], which are pinned.
         """
         with self._gate() as books:
             there: Flags = (books.generation[blocks] == generations) & (books.state[blocks] > STAGED)
-            fresh = np.flatnonzero(there & (books.pins[blocks] == 0))
+            fresh = np.flatnonzero(
+                there & (books.pins[blocks] == 0) & ((books.refs[blocks] == 0) | (not ending))
+            )
             there[fresh[max(0, self._room()) :]] = False
             pages = blocks[there]
             cached = pages[books.refs[pages] == 0]

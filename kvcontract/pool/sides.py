@@ -213,6 +213,12 @@ def make_sides(
         for key, count in least.items()
         if blocks.get(key, 0) < count
     ]
+    known = ["full", *least]
+    faults += [
+        f"blocks of {key!r}: there is no such space; spaces: {', '.join(known)}"
+        for key in blocks
+        if key not in known
+    ]
     if faults:
         raise UsageFault("; ".join(faults))
     return Sides(tuple(windows), tuple(slots), granule_tokens(model))

@@ -137,6 +137,11 @@ class RequestView:
         return not self._entitlement.live
 
     @property
+    def suspect(self) -> bool:
+        """Whether nothing of it is to be found from now on: it has ended, and was marked for reset (B13)."""
+        return self.released and self._reset_from is not None
+
+    @property
     def preempted(self) -> bool:
         """Whether it waits for `resume`."""
         return self._preempted

@@ -169,7 +169,8 @@ class Resetter:
         for item in pendings:
             item.on_done(wake)
         try:
-            await self._pages_back.wait()
+            if self._going_on():  # what has ended before anybody listened is told by nobody
+                await self._pages_back.wait()
         finally:
             for item in pendings:
                 item.forget(wake)

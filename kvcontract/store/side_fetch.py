@@ -12,13 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcontract.core.pending import Pending, wait_until
 from kvcontract.pool.handles import Reservation
-from kvcontract.pool.holdings import SideHolds, covered, hold_at, hold_deepest
+from kvcontract.pool.holdings import SideHolds, covered, fits, hold_at, hold_deepest
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.side import Flags
 from kvcontract.pool.sides import Side, Slotted
@@ -28,6 +29,8 @@ from kvcontract.store.search import Search
 from kvcontract.store.stats import Tally
 from kvcontract.store.workers import Source, Verdict, Workers
 from kvcontract.tiers.base import Clock, Code, Codes, Lease, Tier
+
+_MOST_TRIES: Final = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -178,16 +181,31 @@ class SideFetcher:
         """Hold what the deepest boundary needs that the chain reaches, and cut the hit to it (F5)."""
         sides, reach = search.rank.pool.sides, search.at
         for boundary in offers.boundaries:
-            if boundary > reach or search.late() or search.ask.cancelled:
+            if boundary > reach:
                 continue
-            held = hold_at(sides, search.keys, boundary)
-            if held is None and offers.by_tier and await self._fetched(search, offers, boundary):
-                held = hold_at(sides, search.keys, boundary)
+            held = await self._held(search, offers, boundary)
             if held is not None:
                 self._cut(search, held)
                 return
-            search.degrade(f"state at {boundary * search.rank.pool.page_tokens} tokens could not be had")
+            if search.late() or search.ask.cancelled:
+                break
+            search.degrade("state at a deeper boundary could not be had")
+            if not fits(sides, boundary):
+                search.degrade("no room beside the full pages")
+                break  # nor would those before it, of which there may be thousands
         settle(search)
+
+    async def _held(self, search: Search, offers: Offers, boundary: int) -> SideHolds | None:
+        """Pin what a boundary needs, brought from the tiers where that is to be had."""
+        sides = search.rank.pool.sides
+        for _ in range(_MOST_TRIES):
+            held = hold_at(sides, search.keys, boundary)
+            if held is not None or not offers.by_tier or search.late() or search.ask.cancelled:
+                return held
+            joined = await self._fetched(search, offers, boundary)
+            if not joined:  # nobody else was in the way, so it is not to be had
+                return hold_at(sides, search.keys, boundary)
+        return hold_at(sides, search.keys, boundary)
 
     def _cut(self, search: Search, held: SideHolds) -> None:
         if held.pages < search.at:
@@ -197,8 +215,13 @@ class SideFetcher:
         search.hold.sides = held
 
     async def _fetched(self, search: Search, offers: Offers, boundary: int) -> bool:
-        """Load what a boundary needs and the device has not got, all of it at once; whether all came."""
+        """Load what a boundary needs and the device has not got, all of it at once.
+
+        Returns:
+            Whether others were bringing some of it: what they did not bring may be asked for again (A16).
+        """
         joined: dict[Flight, None] = {}
+        others = False
         for side in search.rank.pool.sides:
             numbers = side.needed(boundary)
             if not len(numbers):
@@ -209,9 +232,12 @@ class SideFetcher:
                 for number in missing.tolist()
             ]
             joined |= dict.fromkeys(flight for flight in going if flight is not None)  # A16
+            others = others or bool(joined)
             left = missing[[flight is None for flight in going]]
             if not len(left):
                 continue
+            if search.late():
+                return False  # A9
             flight = Flight(side, self._parts[side.index.key], search.rank, left, search.keys[left].copy())
             self._open[flight] = None
             for name in flight.names:
@@ -225,7 +251,7 @@ class SideFetcher:
             if not begun:
                 return False  # what has begun ends by itself, and is found by whoever comes next
             joined[flight] = None
-        return await self._landed(search, list(joined))
+        return await self._landed(search, list(joined)) and others
 
     async def _landed(self, search: Search, flights: Sequence[Flight]) -> bool:
         try:
@@ -267,9 +293,11 @@ class SideFetcher:
         def end(verdict: Verdict) -> None:
             try:
                 codes = verdict.codes[spread]
-                self._came(flight.side, reserved, names, codes)
                 ok = codes == Code.OK
-                self._told(flight, sources, blocks[spread[ok], -1], keys[spread[ok]], begun)
+                last = blocks[spread[ok], -1]
+                occupants = flight.berth.pool.generation[last]  # before anybody else may be given them
+                self._came(flight.side, reserved, names, codes)
+                self._told(flight, sources, (last, keys[spread[ok]], occupants), begun)
             finally:
                 kept.close()
                 self._over(flight)
@@ -312,18 +340,22 @@ class SideFetcher:
                 self._tally.count(f"blocks_{Code(code).name.lower()}_{side.key}", count)
 
     def _told(
-        self, flight: Flight, sources: Sequence[Source], blocks: Pages, records: Keys, begun: float
+        self,
+        flight: Flight,
+        sources: Sequence[Source],
+        came: tuple[Pages, Keys, NDArray[np.uint32]],
+        begun: float,
     ) -> None:
         """The tiers that gave records have them: they are not saved there again (C3)."""
+        blocks, records, occupants = came
         if not len(blocks):
             return
-        berth, given = flight.berth, [source.tier for source in sources]
-        generations = berth.pool.generation[blocks]
+        given = [source.tier for source in sources]
         for known in flight.part.known:
             if known.tier in given:
-                known.restored(berth, blocks, records, generations, begun)
+                known.restored(flight.berth, blocks, records, occupants, begun)
             else:
-                known.recall(berth, blocks, records, generations)
+                known.recall(flight.berth, blocks, records, occupants)
 
     def _over(self, flight: Flight) -> None:
         """It has ended, whatever came of it."""

@@ -51,10 +51,11 @@ class SideSaver(Saver):
         mine = mine[-1:] if handoff is not None else [item for item in mine if last or not item.rolling]
         if not mine or not self._known:
             return Pending.of(NOTHING)
-        found = _joined([item.by_space[berth.pool.key] for item in mine])
-        held = berth.pool.pin_named(found.blocks.ravel(), found.generations.ravel())
+        found = self._wanted(berth, [item.by_space[berth.pool.key] for item in mine], handoff, retry=last)
+        held = berth.pool.pin_named(found.blocks.ravel(), found.generations.ravel(), ending=last)
         pinned = found.blocks.ravel()[held]
         whole = held.reshape(found.blocks.shape).all(axis=1)
+        self._tally.count("blocks_not_saved_no_room", int(found.blocks[~whole].size))
         try:
             rows = found.keys[whole], found.blocks[whole], found.generations[whole, -1]
             run = Run(*rows, None, key=key_of(req.scope))
@@ -70,6 +71,24 @@ class SideSaver(Saver):
         self._start(batch)
         return batch.report
 
+    def _wanted(
+        self, berth: SideBerth, items: Sequence[Artefact], handoff: str | None, *, retry: bool
+    ) -> Artefact:
+        """Records that are on the device still, and that some tier lacks; the latest first."""
+        found, pool = _joined(items), berth.pool
+        rows = (pool.generation[found.blocks] == found.generations).all(axis=1)
+        if handoff is None:
+            last, generations, now = found.blocks[:, -1], found.generations[:, -1], self._clock()
+            lacking = np.zeros(len(rows), np.bool_)
+            for known in self._known:
+                marks = known.of(berth)
+                lacking |= marks.missing(last, generations, now, retry=retry, again=False)
+            if retry:  # those that are being saved are tried again if that fails
+                stored = [known.of(berth).state(last, generations, now)[0] for known in self._known]
+                lacking |= ~np.logical_and.reduce(stored)
+            rows &= lacking
+        return Artefact(found.keys[rows], found.blocks[rows], found.generations[rows])
+
 
 def _all_of(events: Sequence[After]) -> Callable[[], object]:
     def wait() -> None:
@@ -80,10 +99,10 @@ def _all_of(events: Sequence[After]) -> Callable[[], object]:
 
 
 def _joined(items: Sequence[Artefact]) -> Artefact:
-    """Several as one; of a block that several have, the latest occupant."""
-    keys = np.concatenate([item.keys for item in items])
-    blocks = np.concatenate([item.blocks for item in items])
-    generations = np.concatenate([item.generations for item in items])
-    _, latest = np.unique(blocks[::-1, -1], return_index=True)
-    rows = np.sort(len(blocks) - 1 - latest)
+    """Several as one, the latest first; of a record that several have, the latest."""
+    keys = np.concatenate([item.keys for item in reversed(items)])
+    blocks = np.concatenate([item.blocks for item in reversed(items)])
+    generations = np.concatenate([item.generations for item in reversed(items)])
+    _, first = np.unique(keys, axis=0, return_index=True)
+    rows = np.sort(first)
     return Artefact(keys[rows], blocks[rows], generations[rows])

@@ -105,7 +105,7 @@ class Snapshots:
 
         Never raises for what befalls them: a checkpoint is a chance, not a duty.
         """
-        if req.released:
+        if req.released or req.copies:  # what it begins with is not in its slots yet (F3)
             return
         for position in sorted(req.beside.emitted):
             slots = req.beside.emitted.pop(position)
@@ -113,9 +113,27 @@ class Snapshots:
         boundary = req.checkpoint
         if boundary is None or boundary != req.committed_tokens:
             return
-        taken = self.of(req)
-        if not taken or taken[-1].boundary < boundary:
+        if not any(item.boundary == boundary and _there(rank, item) for item in self.of(req)):
             self._kept(rank, req, boundary, partial(self._snapshot, rank, req, boundary))
+
+    def begun(self, rank: Rank, req: RequestKv) -> Checkpoint | None:
+        """The checkpoint that a request began from, if it is on the device: a hole below may heal (C3)."""
+        pages = req.hit_tokens // rank.pool.page_tokens
+        if not pages or req.registered < pages:
+            return None
+        step = self._keyer.page_tokens // rank.pool.page_tokens
+        records, found = req.record_keys(self._keyer), dict[str, Artefact]()
+        for side in rank.pool.sides:
+            numbers = side.needed(pages)
+            held = side.index.hold(req.keys[numbers]) if len(numbers) else None
+            if held is None or pages % step:
+                continue
+            with held:
+                by = step if _paged(side) else 1
+                blocks = held.pages.reshape(-1, by).copy()
+                names = records[numbers.reshape(-1, by)[:, -1] // step]
+                found[side.index.key] = Artefact(names, blocks, side.index.generation[blocks])
+        return Checkpoint(req.hit_tokens, rolling=False, by_space=found) if found else None
 
     def _kept(self, rank: Rank, req: RequestKv, boundary: int, slots: Callable[[], Slots | None]) -> None:
         """Make a checkpoint, and remember it."""
@@ -123,6 +141,8 @@ class Snapshots:
         try:
             found = slots()
             made = None if found is None else self._made(rank, req, boundary, *found, rolling=rolling)
+            if made is not None:
+                self._outlived(rank, req, [item.boundary for item in taken], boundary)
         except Exception as error:  # noqa: BLE001 - reported
             self._tally.count("checkpoints_failed")
             report_uncaught(error)
@@ -133,24 +153,28 @@ class Snapshots:
         self._tally.count("checkpoints_taken")
         with self._lock:
             kept = self._taken.setdefault(req, [])
+            # One that was preempted may be here again, or not have come as far as it was.
+            kept[:] = [item for item in kept if item.boundary < boundary]
             if kept and kept[-1].rolling and rolling:
                 kept.pop()
             kept.append(made)
-        self._outlived(rank, req, [item.boundary for item in taken], boundary)
 
     def _outlived(self, rank: Rank, req: RequestKv, earlier: list[int], boundary: int) -> None:
         """A deeper checkpoint of one prompt makes others worth less, where nobody else leaves it (B14)."""
         size, apart = rank.pool.page_tokens, req.checkpoints.branches(req.prompt_len)
         if boundary in apart:
             self._begun(req.keys[boundary // size - 1], 2)
-        if not earlier and req.hit_tokens and self._begun(req.keys[req.hit_tokens // size - 1], 1) == 1:
-            earlier = [req.hit_tokens]
+        began = req.hit_tokens if 0 < req.hit_tokens <= req.registered * size else 0
+        if not earlier and began and self._begun(req.keys[began // size - 1], 1) == 1:
+            earlier = [began]
         # One that was preempted has not come as far again as its earlier checkpoints.
         there = [position for position in earlier if position <= req.registered * size]
-        pages = [position // size - 1 for position in there if position not in apart]
-        if pages:
-            for side in rank.pool.sides.slots:
-                side.index.demote(req.keys[pages])
+        for side in rank.pool.sides.slots:
+            needed = side.needed(boundary // size)
+            pages = [side.needed(position // size) for position in there if position not in apart]
+            if pages:
+                gone = np.setdiff1d(np.concatenate(pages), needed)  # of a ring, two may share some
+                side.index.demote(req.keys[gone])
 
     def _begun(self, key: Keys, requests: int) -> int:
         """So many requests more have begun, or will, at a boundary (uint64[2]); how many in all."""
@@ -200,53 +224,43 @@ class Snapshots:
     def _snapshot(self, rank: Rank, req: RequestKv, boundary: int) -> Slots | None:
         """Copy every live slot of a request; where the copies are, or None without room for all."""
         pages = boundary // rank.pool.page_tokens
-        with ExitStack() as undo:
-            there: dict[str, NDArray[np.bool_]] = {}
+        with ExitStack() as held, ExitStack() as undo:
+            old: Kept = {}
+            masks: dict[str, NDArray[np.bool_]] = {}
             staged: Staged = {}
             pairs: dict[str, list[tuple[int, int]]] = {}
             for view in (view for view in req.beside.slots if view.side.stored):
                 pool, numbers = view.side.index, view.side.needed(pages)
-                there[pool.key] = pool.present(req.keys[numbers])  # another request has been here
-                names = req.keys[numbers[~there[pool.key]]].copy()
-                if not len(names):
+                names = req.keys[numbers]
+                there = pool.present(names)  # another request has been here
+                kept = pool.hold(names[there]) if there.any() else None
+                if kept is None:
+                    there[:] = False
+                else:  # until the others are in their places: room for those must not be made of these
+                    held.enter_context(kept)
+                    old[pool.key] = kept.pages.copy(), pool.generation[kept.pages]
+                masks[pool.key] = there
+                if there.all():
                     continue
-                reserved = pool.reserve(len(names))
+                reserved = pool.reserve(int(np.count_nonzero(~there)))
                 if reserved is None:
                     return None
-                staged[pool.key] = undo.enter_context(reserved), names
-                places = view.places(pages)[~there[pool.key]]
+                staged[pool.key] = undo.enter_context(reserved), names[~there].copy()
+                places = view.places(pages)[~there]
                 pairs[pool.key] = list(zip(places.tolist(), reserved.pages.tolist(), strict=True))
             after = take_snapshots(rank.memory, pairs)
             undo.pop_all()
-        published = self._published(rank, staged, after)
-        return self._joined(req, pages, there, published), after
-
-    def _joined(self, req: RequestKv, pages: int, there: Mapping[str, NDArray[np.bool_]], new: Kept) -> Kept:
-        """What was there and what is new, in the order of the pages."""
-        found: Kept = {}
-        for view in (view for view in req.beside.slots if view.side.index.key in there):
-            pool, numbers = view.side.index, view.side.needed(pages)
-            blocks, generations = np.zeros(len(numbers), np.int32), np.zeros(len(numbers), np.uint32)
-            old = there[pool.key]
-            if old.any():
-                held = pool.hold(req.keys[numbers[old]])
-                if held is not None:  # else it has gone this very moment: it is not saved from here
-                    with held:
-                        blocks[old] = held.pages
-                        generations[old] = pool.generation[held.pages]
-            if pool.key in new:
-                blocks[~old], generations[~old] = new[pool.key]
-            found[pool.key] = blocks, generations
-        return found
+            new = self._published(rank, req, staged, after)
+        return _joined(masks, old, new), after
 
     def _emitted(self, rank: Rank, req: RequestKv, boundary: int, slots: dict[str, Reservation]) -> Slots:
         """What the step itself has written."""
         pages = boundary // rank.pool.page_tokens
         after, name = written(rank.memory, slots), req.keys[pages - 1 : pages].copy()
         staged: Staged = {key: (kept, name) for key, kept in slots.items()}
-        return self._published(rank, staged, after), after
+        return self._published(rank, req, staged, after), after
 
-    def _published(self, rank: Rank, staged: Staged, after: tuple[StreamEvent, ...]) -> Kept:
+    def _published(self, rank: Rank, req: RequestKv, staged: Staged, after: tuple[StreamEvent, ...]) -> Kept:
         """Let blocks be found, once they are complete (F2); where they are, and of which occupants."""
         pools = {side.index.key: side.index for side in rank.pool.sides.slots}
         found = {
@@ -257,13 +271,37 @@ class Snapshots:
             for event in after:
                 event.synchronize()
             for key, (kept, names) in staged.items():
-                pools[key].commit(kept, names).release()
+                if req.suspect:  # B13: it has failed meanwhile
+                    kept.release()
+                else:
+                    pools[key].commit(kept, names).release()
 
         if after:
             self._crews[rank.name].members[0].lane.submit(_told(publish), Urgency.RESTORE)
         else:
             publish()
         return found
+
+
+def _joined(masks: Mapping[str, NDArray[np.bool_]], old: Kept, new: Kept) -> Kept:
+    """What was there, by its mask, and what is new, in the order of the pages."""
+    found: Kept = {}
+    for key, there in masks.items():
+        blocks, generations = np.zeros(len(there), np.int32), np.zeros(len(there), np.uint32)
+        for mask, kept in ((there, old.get(key)), (~there, new.get(key))):
+            if kept is not None:
+                blocks[mask], generations[mask] = kept
+        found[key] = blocks, generations
+    return found
+
+
+def _there(rank: Rank, checkpoint: Checkpoint) -> bool:
+    """Whether all of a checkpoint is on the device still."""
+    pools = {side.index.key: side.index for side in rank.pool.sides}
+    return all(
+        (pools[key].generation[item.blocks] == item.generations).all()
+        for key, item in checkpoint.by_space.items()
+    )
 
 
 def _paged(side: Side) -> bool:

@@ -183,7 +183,8 @@ class KvStore:
         Raises:
             UsageFault: the request is of a pool that is no rank of this store.
         """
-        self._core.snapshots.take(self._core.rank_of(req), req)
+        if self._core.switches.prefix_cache:
+            self._core.snapshots.take(self._core.rank_of(req), req)
 
     def retire(
         self,
@@ -264,7 +265,7 @@ class KvStore:
         """
         keys = self._keys(tokens, scope, media)
         page = self.model.page_tokens
-        return {name: rank.pool.probe(keys) * page for name, rank in self._core.ranks.items()}
+        return {name: rank.pool.probe_whole(keys) * page for name, rank in self._core.ranks.items()}
 
     def pin(
         self,
