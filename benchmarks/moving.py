@@ -233,11 +233,13 @@ def good(op: Pending[Any]) -> None:
 STEPS, SAVED_PAGES = 40, 2
 
 
-def decode(*, graph: bool) -> Callable[[Callable[[int], object]], float]:
+def decode(*, graph: bool, ahead: int) -> Callable[[Callable[[int], object]], float]:
     """Runs steps bound by memory, as decoding is, and something during each; returns seconds.
 
     Args:
         graph: one launch a step, as engines decode; else one a kernel, from Python.
+        ahead: steps that are launched before an earlier one is waited for: engines that schedule while the
+            device computes launch one ahead; with none the device waits for Python after each.
     """
     weights = [torch.randn(8192, 6144, dtype=torch.bfloat16, device="cuda") for _ in range(36)]
     vector = torch.randn(6144, dtype=torch.bfloat16, device="cuda")
@@ -258,12 +260,17 @@ def decode(*, graph: bool) -> Callable[[Callable[[int], object]], float]:
 
     def run(each: Callable[[int], object]) -> float:
         torch.cuda.synchronize()
+        running: deque[Any] = deque()
         start = time.perf_counter()
         for number in range(STEPS):
             step()
             event = torch.cuda.Event()
             event.record()
+            running.append(event)
             each(number)
+            if len(running) > ahead:
+                running.popleft().synchronize()
+        for event in running:
             event.synchronize()
         return time.perf_counter() - start
 

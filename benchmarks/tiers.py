@@ -6,7 +6,8 @@ Disk: records with frames of 1, 2.25 and 4 MiB, summed when they are saved and c
 against plain direct reads and writes of the same sizes, places and memory at the same depth.  Every round of
 saves is of new records in a store that is full, so that each evicts one and the index is committed; it ends
 when all of it is durable.  The plain writes end with a sync.
-DRAM: pages of 2.25 MiB in random order, against copies page by page with the same number of threads.
+DRAM: pages of 2.25 MiB in random order, into and out of memory that the tier lends, against copies page by
+page with the same number of threads; with checksums, by a worker, which also makes frames and checks them.
 Exit code 1: a bar is missed.
 """
 
@@ -16,7 +17,6 @@ import argparse
 import ctypes
 import importlib.metadata
 import math
-import mmap
 import os
 import platform
 import shutil
@@ -27,24 +27,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
+from dram import CALM_S, MIB, Bytes, all_ok, dram_rows, filled, keys_of
 from paired import Case, Row, measure, publish
 
-from kvcontract.core.lane import ThreadLane
 from kvcontract.memory.checksum import SegmentSums
-from kvcontract.tiers.base import Buffers, Code, Op, RecordKeys, SaveClass, Tier, key_bytes, record_keys
+from kvcontract.tiers.base import Buffers, Op, RecordKeys, SaveClass, key_bytes
 from kvcontract.tiers.disk import DiskTier
 from kvcontract.tiers.disk_files import BLOCK_BYTES, Shape
 from kvcontract.tiers.disk_home import segment_path
 from kvcontract.tiers.disk_index import read_index
-from kvcontract.tiers.dram import DramTier
 from kvcontract.tiers.frame import FrameTemplate
 
-MIB = 2**20
 SIZES = (MIB, MIB * 9 // 4, 4 * MIB)
 SEGMENT_BYTES = MIB // 2
 DEPTH = 4
@@ -54,29 +50,8 @@ ROUND_BYTES = PASSES * MEMORY_BYTES
 STORE_BYTES = 4 * ROUND_BYTES
 OPERATION_BYTES = 16 * MIB
 FLYING = 8
-CALM_S = 120.0
-THREADS = 2
-PAGE_BYTES = MIB * 9 // 4
-PAGES = 256
-BATCH_BYTES = 32 * MIB
 DISK_BAR = 0.85
-DRAM_BAR, DRAM_SUMMED_BAR = 0.90, 0.55
-RNG = np.random.default_rng(1)
 FINGERPRINT = bytes(range(16))
-Bytes = npt.NDArray[np.uint8]
-
-
-def pages_of(size: int, pages: int, offset: int = 0) -> Bytes:
-    """uint8[pages, size] of its own memory that begins `offset` beyond a page of the system."""
-    memory = np.frombuffer(mmap.mmap(-1, size * pages + 4096), np.uint8)
-    return memory[offset : offset + size * pages].reshape(pages, size)
-
-
-def filled(size: int, pages: int, offset: int = 0) -> Bytes:
-    """Random bytes."""
-    made = pages_of(size, pages, offset)
-    made[:] = RNG.integers(0, 256, made.shape, np.uint8)
-    return made
 
 
 def moved(pages: Bytes, by: int) -> Bytes:
@@ -122,19 +97,6 @@ class Framed:
             2 * np.arange(len(payload) + 1, dtype=np.int64),
             (self,),
         )
-
-
-def keys_of(first: int, pages: int) -> RecordKeys:
-    """Keys of consecutive numbers."""
-    numbers = np.arange(first, first + pages, dtype=np.uint64)
-    return record_keys(np.stack([numbers * np.uint64(0x9E3779B97F4A7C15), numbers], axis=1), 0, 0, 1)
-
-
-def all_ok(op: Op) -> None:
-    """Wait; end if a record was not OK."""
-    codes = op.wait(CALM_S)
-    if codes.any():
-        raise SystemExit(f"codes {[Code(code).name for code in codes]}")
 
 
 def batches(pages: int, size: int) -> list[slice]:
@@ -308,112 +270,6 @@ def disk_rows(folder: Path, rounds: int) -> Iterator[Row]:
                 shutil.rmtree(place)
 
 
-def in_batches(rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """As many pages at a time as a worker moves."""
-    step = BATCH_BYTES // PAGE_BYTES
-    return [rows[at : at + step] for at in range(0, len(rows), step)]
-
-
-class DramSide:
-    """A DRAM tier that holds all pages, a lane of some threads, pages in random order.
-
-    Args:
-        summed: whether frames are made and checked.
-    """
-
-    def __init__(self, *, summed: bool) -> None:
-        self._summed = summed
-        self._lanes = [ThreadLane(f"copies-{number}") for number in range(THREADS)]
-        self._tiers = [DramTier((PAGES + 1) * (PAGE_BYTES + 256), lane=lane) for lane in self._lanes]
-        self._order = RNG.permutation(PAGES)
-        self._source, self._target = Framed(filled(PAGE_BYTES, PAGES)), Framed(pages_of(PAGE_BYTES, PAGES))
-        self._from, self._into = (side.buffers(slice(0, PAGES)) for side in (self._source, self._target))
-        self._keys = keys_of(1, PAGES)
-
-    def _each(self, work: Callable[[Tier, npt.NDArray[np.int64]], None]) -> float:
-        shares = np.array_split(self._order, THREADS)
-        threads = [threading.Thread(target=work, args=pair) for pair in zip(self._tiers, shares, strict=True)]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return time.perf_counter() - start
-
-    def save(self) -> float:
-        """Seconds to save every page."""
-        for tier in self._tiers:
-            tier.reset(math.inf)
-
-        def work(tier: Tier, rows: npt.NDArray[np.int64]) -> None:
-            for some in in_batches(rows):
-                for row in some.tolist() if self._summed else ():
-                    self._source.seal(slice(row, row + 1), self._keys[row : row + 1])
-                buffers = self._from.take(some)
-                all_ok(tier.save(self._keys[some], buffers, SaveClass.CACHEABLE, math.inf))
-
-        return self._each(work)
-
-    def load(self) -> float:
-        """Seconds to load every page."""
-
-        def work(tier: Tier, rows: npt.NDArray[np.int64]) -> None:
-            with tier.lookup(self._keys[rows], math.inf).wait(CALM_S) as lease:
-                for at, some in zip(in_batches(np.arange(len(rows))), in_batches(rows), strict=True):
-                    all_ok(tier.load(lease, at, self._into.take(some), math.inf))
-                    for row in some.tolist() if self._summed else ():
-                        self._target.check(slice(row, row + 1), self._keys[row : row + 1])
-
-        return self._each(work)
-
-    def close(self) -> None:
-        """End."""
-        for tier, lane in zip(self._tiers, self._lanes, strict=True):
-            if not (tier.close(math.inf) and lane.close(CALM_S)):
-                raise SystemExit("the tier ended badly")
-
-
-class PlainMemory:
-    """Copies page by page, in random order, in some threads."""
-
-    def __init__(self) -> None:
-        self._pages = [filled(PAGE_BYTES, PAGES), filled(PAGE_BYTES, PAGES)]
-        self._order = RNG.permutation(PAGES)
-        self._turn = count()
-
-    def copy(self) -> float:
-        """Seconds to copy every page."""
-        turn = next(self._turn) % 2
-        source, target = self._pages[turn].ctypes.data, self._pages[1 - turn].ctypes.data
-
-        def work(rows: npt.NDArray[np.int64]) -> None:
-            for row in rows.tolist():
-                ctypes.memmove(target + row * PAGE_BYTES, source + row * PAGE_BYTES, PAGE_BYTES)
-
-        threads = [
-            threading.Thread(target=work, args=(rows,)) for rows in np.array_split(self._order, THREADS)
-        ]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return time.perf_counter() - start
-
-
-def dram_rows(rounds: int) -> Iterator[Row]:
-    """Both ways, with sums and without."""
-    plain = PlainMemory()
-    for summed, bar in ((False, DRAM_BAR), (True, DRAM_SUMMED_BAR)):
-        side = DramSide(summed=summed)
-        side.save()
-        how = "with checksums" if summed else "without checksums"
-        for name, ours in (("save", side.save), ("load", side.load)):
-            label = f"dram: {name} random {PAGE_BYTES / MIB:g} MiB pages, {how}, {THREADS} threads"
-            yield measure(Case(label, ours, plain.copy, bar=bar, note=f"{PAGES} pages"), rounds)
-        side.close()
-
-
 @contextmanager
 def place(given: str | None) -> Iterator[Path]:
     """A folder on the disk to be measured, emptied in the end."""
@@ -434,7 +290,7 @@ def run(rounds: int, only: str | None, directory: str | None) -> list[Row]:
 
 def versions() -> dict[str, str]:
     """Of everything that is timed."""
-    packages: Sequence[str] = ("kvcontract", "numpy", "crc32c")
+    packages: Sequence[str] = ("kvcontract", "numpy", "torch", "crc32c")
     return {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in packages
     }

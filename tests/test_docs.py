@@ -26,6 +26,15 @@ def test_the_embedding_example_runs_and_is_short() -> None:
     assert "'device': 48" in done.stdout
 
 
+def test_the_hybrid_example_runs() -> None:
+    """A window and a state beside full pages: the second run hits up to the last boundary of all."""
+    command = [sys.executable, "-W", "error", str(ROOT / "docs" / "hybrid.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.startswith("[0, 128] True")
+
+
 def test_the_readme_names_every_command_and_only_those() -> None:
     """The table of commands and the program agree."""
     named = set(re.findall(r"^\| `kvc ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))

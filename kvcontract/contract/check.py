@@ -19,8 +19,9 @@ from kvcontract.contract.dtypes import DTYPE_BITS, WIDER
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.layout import layout, tp_faults
 from kvcontract.contract.members import joint_fault, pairs
-from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Group, KvModel
+from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Full, Group, KvModel, Window
 from kvcontract.contract.revalidate import shown
+from kvcontract.contract.snapshot import is_ring, narrows, ring_faults, snapshot_faults
 from kvcontract.contract.wire import parts
 
 
@@ -246,9 +247,8 @@ def _unserved_group(group: Group) -> Iterator[tuple[str, Any, str]]:
         yield "optional", group.optional, "False"
     if group.lookahead_tokens:
         yield "lookahead_tokens", group.lookahead_tokens, "0"
-    for name in ("weights", "snapshot_dtype"):
-        if getattr(group, name) is not None:
-            yield name, getattr(group, name), "None"
+    if group.weights is not None:
+        yield "weights", group.weights, "None"
 
 
 @_checks("KVC-DECL-12")
@@ -257,6 +257,13 @@ def _served(model: KvModel, _tp: int) -> Iterator[Found]:
     for i, group in enumerate(model.groups):
         for name, value, allowed in _unserved_group(group):
             yield Found(f"groups[{i}].{name}", value, allowed, message, group)
+    for i, group in enumerate(model.groups):
+        if (narrows(group) or is_ring(group)) and model.repack is not None:
+            what = "snapshot_dtype" if narrows(group) else "reach"
+            yield Found(f"groups[{i}].{what}", getattr(group, what), "none beside a repack", message, group)
+        twins = [item for item in model.groups if item.reach == group.reach and item.kind == "paged"]
+        if is_ring(group) and twins:
+            yield Found(f"groups[{i}].reach", group.reach.key, "one form of a window", message, group)
     if not any(group.kind == "paged" and group.reach.key == "full" for group in model.groups):
         what = "at least one paged group that reaches back to the first token"
         yield Found("groups", [group.name for group in model.groups], what, message, model)
@@ -268,16 +275,19 @@ def _served(model: KvModel, _tp: int) -> Iterator[Found]:
 @_checks("KVC-DECL-13")
 def _agreement(model: KvModel, _tp: int) -> Iterator[Found]:
     for i, group in enumerate(model.groups):
-        if group.kind != "paged" and group.reach.key != "full":
-            message = "only paged groups have a reach"
-            yield Found(f"groups[{i}].reach", group.reach.key, "Full()", message, group)
-        for name in ("boundary_tokens", "snapshot_dtype"):
+        if group.kind != "paged" and not isinstance(group.reach, Full | Window):
+            message = "only paged groups have such a reach; a bounded one may be a window, as a ring"
+            yield Found(f"groups[{i}].reach", group.reach.key, "Full() or Window()", message, group)
+        for name in ("boundary_tokens", "snapshot_dtype", "snapshot_bound"):
             if group.kind != "bounded" and getattr(group, name) is not None:
                 message = "only bounded groups are taken at boundaries"
                 yield Found(f"groups[{i}].{name}", getattr(group, name), "None", message, group)
         if group.kind == "bounded" and group.snapshot_dtype not in {None, *DTYPE_BITS}:
             known = ", ".join(DTYPE_BITS)
             yield Found(f"groups[{i}].snapshot_dtype", group.snapshot_dtype, known, "unknown dtype", group)
+        faults = snapshot_faults(model, group) + ring_faults(model, group) if group.kind == "bounded" else []
+        for name, value, allowed, message in faults:
+            yield Found(f"groups[{i}].{name}", value, allowed, message, group)
 
 
 @_checks("KVC-LAYOUT-01")
@@ -353,10 +363,13 @@ def _alignment(model: KvModel, _tp: int) -> Iterator[Found]:
 
 @_checks("KVC-LAYOUT-04")
 def _token_axis(model: KvModel, _tp: int) -> Iterator[Found]:
+    rings = {group.name for group in model.groups if is_ring(group)}
     for path, arena, item in _all_fields(model):
         size = item.axes.get(TOKEN_AXIS)
         if size is None:
             continue
+        if arena.arrangement != "rows" and arena.group in rings:
+            continue  # KVC-DECL-13 judges its rows
         if arena.arrangement == "rows" or _kinds(model).get(arena.group) != "paged":
             message = "the token axis is outermost in rows and absent in bounded groups"
             yield Found(f"{path}.axes", item.axes, "no token axis", message, item)

@@ -54,6 +54,9 @@ class Step:
         slots: per bounded group, int32[b]: the live slot of each request, from 1 on, none of them twice.
         want: int64[k], rows of `token_ids` whose logits are wanted.
         adapters: for each request the name of its adapter, or None; empty where no request has one.
+        snapshots: per bounded group, int64[m, 3]: a request's number, a position in it, and a slot: there the
+            state after the token before that position is written.  Only for executors that can
+            (`EmitsSnapshots`).
     """
 
     token_ids: NDArray[np.int64]
@@ -64,6 +67,7 @@ class Step:
     want: NDArray[np.int64]
     slots: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
     adapters: tuple[str | None, ...] = ()
+    snapshots: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,16 @@ class OwnsArenas(Protocol):
         Args:
             blocks: needed, by space key; block 0, the padding, is counted.
         """
+        ...
+
+
+@runtime_checkable
+class EmitsSnapshots(Protocol):
+    """An executor whose kernels can write a state at positions inside a step: nothing is cut for it (F1)."""
+
+    @property
+    def emits(self) -> Mapping[str, int]:
+        """Bounded groups that it can do so for: at multiples of how many tokens, counted from position 0."""
         ...
 
 

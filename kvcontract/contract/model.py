@@ -229,6 +229,7 @@ class Group(Declared):
         weights: the group's own weights (a drafter's); None means the model's.
         boundary_tokens: bounded groups: state may be taken at multiples of this many tokens.
         snapshot_dtype: bounded groups: a narrower snapshot, which is lossy.
+        snapshot_bound: the largest relative error of such a snapshot; stated if and only if there is one.
     """
 
     name: str
@@ -240,6 +241,7 @@ class Group(Declared):
     weights: WeightIdentity | None = None
     boundary_tokens: Annotated[int, Constraint(ge=1)] | None = None
     snapshot_dtype: str | None = None
+    snapshot_bound: Annotated[float, Constraint(gt=0, lt=1)] | None = None
 
     @property
     def checkpointable(self) -> bool:

@@ -17,8 +17,9 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from kvcontract.contract.layout import ArenaLayout, arena_layout, cut_axes, held, space_key
+from kvcontract.contract.layout import ArenaLayout, arena_layout, cut_axes, held
 from kvcontract.contract.model import Arena, Full, Group, KvModel
+from kvcontract.contract.snapshot import as_kept, is_paged, kept, kept_key
 
 SEGMENT_BYTES: Final = 512 * 1024
 """A record's segment is a run of whole layers of about this many bytes."""
@@ -95,7 +96,7 @@ def parts(model: KvModel) -> tuple[Part, ...]:
     Groups that are never saved are in none.
     """
     saved = [group for group in model.groups if group.restore == "stored" and group.kind != "static"]
-    common = [group for group in saved if group.kind == "paged" and not group.optional]
+    common = [group for group in saved if is_paged(group) and not group.optional]
     named = [group for group in saved if group not in common]
     reaches = sorted({group.reach.key: group.reach for group in common}.items(), key=_reach_order)
     found = [
@@ -119,12 +120,17 @@ def _part(model: KvModel, number: int, name: str, groups: list[Group]) -> Part:
     names = tuple(group.name for group in groups)
     arenas = [arena for arena in wire_arenas(model) if arena.group in names]
     sizes = tuple(size for arena in arenas for size in cut_axes(arena).values())
-    return Part(number, name, space_key(groups[0]), names, tuple(dict.fromkeys(sizes)))
+    return Part(number, name, kept_key(groups[0]), names, tuple(dict.fromkeys(sizes)))
 
 
 def wire_arenas(model: KvModel) -> tuple[Arena, ...]:
     """The arenas as they are stored."""
-    return model.arenas if model.repack is None else model.repack.arenas
+    if model.repack is not None:
+        return model.repack.arenas
+    groups = {group.name: group for group in model.groups}
+    return tuple(
+        kept(arena, groups[arena.group]) if arena.group in groups else arena for arena in model.arenas
+    )
 
 
 @_remembered
@@ -148,7 +154,7 @@ def wire_record(model: KvModel, part: Part, shard: int = 0, shards: int = 1) -> 
         for field in fields:
             span = ranges[field.name, field.shard_axis] if field.shard_axis else None
             cuts[arena.name, field.name] = (field.shard_axis, *span) if field.shard_axis and span else None
-        tokens = model.record_tokens if groups[arena.group].kind == "paged" else None
+        tokens = model.record_tokens if is_paged(groups[arena.group]) else None
         sizes = {name: span[1] - span[0] for name, span in ranges.items()}
         dense = arena.model_copy(update={"fields": fields, "stride_multiple_bytes": 1, "align_bytes": 1})
         placed.append(arena_layout(dense, tokens=tokens, sizes=sizes, offset_bytes=end))
@@ -207,7 +213,10 @@ def identity_document(model: KvModel, groups: Iterable[str]) -> dict[str, Any]:
         "weights": model.weights.model_dump(),
         "numerics": model.numerics,
         "record_tokens": model.record_tokens,
-        "groups": [group.model_dump(mode="json", exclude={"optional", "restore"}) for group in members],
+        "groups": [
+            as_kept(group).model_dump(mode="json", exclude={"optional", "restore", "snapshot_bound"})
+            for group in members
+        ],
         "arenas": [
             arena.model_dump(mode="json", exclude=inert)
             for arena in wire_arenas(model)

@@ -53,18 +53,28 @@ class Admission:
         keyer: derives page keys.
         checkpoints: where it is wanted that others can go on from.
         vocab_size: token ids lie below it.
+        interior: whether states can be had inside a step.
     """
 
     pool: BlockPool
     keyer: Keyer
     checkpoints: CheckpointPolicy
     vocab_size: int
+    interior: bool
     _queue: AdmissionQueue[Arrival]
 
     @classmethod
-    def of(cls, pool: BlockPool, keyer: Keyer, checkpoints: CheckpointPolicy, vocab_size: int) -> Admission:
+    def of(
+        cls,
+        pool: BlockPool,
+        keyer: Keyer,
+        checkpoints: CheckpointPolicy,
+        vocab_size: int,
+        *,
+        interior: bool,
+    ) -> Admission:
         """An empty line."""
-        return cls(pool, keyer, checkpoints, vocab_size, AdmissionQueue(pool))
+        return cls(pool, keyer, checkpoints, vocab_size, interior, AdmissionQueue(pool))
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -158,7 +168,9 @@ class Admission:
         if not self.pool.sides:
             return NO_CHECKPOINTS
         prompt = len(arrival.request.prompt)
-        return self.checkpoints.of(self.pool.sides.granule_tokens, prompt, arrival.prefix.branches)
+        granule = self.pool.sides.granule_tokens
+        branches = (*arrival.prefix.branches, *arrival.request.turns)
+        return self.checkpoints.of(granule, prompt, branches, interior=self.interior)
 
     def drop(self, request_ids: Collection[int]) -> list[Arrival]:
         """Take requests out that give up; what they hold is the caller's to give back."""

@@ -40,8 +40,18 @@ def build_step(
         page_table={space: _table([chunk.pages[space] for chunk in chunks]) for space in chunks[0].pages},
         want=np.concatenate(want),
         slots={group: np.array([c.slots[group] for c in chunks], np.int32) for group in chunks[0].slots},
+        snapshots=_snapshots(chunks),
         adapters=tuple(adapters) if any(name is not None for name in adapters) else (),
     )
+
+
+def _snapshots(chunks: Sequence[Chunk]) -> dict[str, NDArray[np.int64]]:
+    """int64[m, 3] of each bounded group: request, position, slot."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for number, chunk in enumerate(chunks):
+        for group, pairs in chunk.emits_at.items():
+            found.setdefault(group, []).extend((number, *pair) for pair in pairs)
+    return {group: np.array(rows, np.int64) for group, rows in found.items()}
 
 
 def wanted_rows(chunk: Chunk, *, all_rows: bool) -> NDArray[np.int64]:

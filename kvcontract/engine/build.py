@@ -23,6 +23,7 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.executor import Executor, HfLayers, OwnsArenas
 from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.snapshot import all_spaces, snapshot_spaces
 from kvcontract.core.identity import load_config
 from kvcontract.engine.checkpoint import load_model
 from kvcontract.engine.drafter import Drafter
@@ -132,13 +133,17 @@ def assemble(
         )
     sizes = limits or EngineLimits()
     requests = sizes.max_requests or executor.limits.max_requests
-    spaces = {space.key: space.kind for space in layout(model).spaces}
+    spaces = {space.key: space.kind for space in all_spaces(model)}
     blocks = {
         key: pages if kind == "paged" else 1 + (2 if prefix_cache else 1) * requests
         for key, kind in spaces.items()
     }
     blocks |= dict(beside or {})
     bindings = bind_memory(model, executor, blocks, device)
+    snapshots = {
+        space.key: Binding.allocate(space, blocks[space.key], device)
+        for space in (snapshot_spaces(model) if prefix_cache else ())
+    }
     for user in (executor, drafter):
         if user is not None:
             user.bind(executor_views(bindings))
@@ -149,14 +154,15 @@ def assemble(
     with contextlib.ExitStack() as undo:
         store = None
         if prefix_cache:
-            store = undo.enter_context(KvStore(model, [Rank(pool, bindings)], tiers, secret=secret))
+            memory = {**bindings, **snapshots}
+            store = undo.enter_context(KvStore(model, [Rank(pool, memory)], tiers, secret=secret))
         engine = Engine(
             model,
             executor,
             pool,
             store=store,
             stop_token_ids=stops,
-            bindings=bindings,
+            bindings={**bindings, **snapshots},
             drafter=drafter,
             checkpoints=checkpoints,
             **asdict(sizes),
@@ -185,7 +191,8 @@ def bind_memory(
     spaces = layout(model).spaces
     if not isinstance(executor, OwnsArenas):
         return {space.key: Binding.allocate(space, blocks[space.key], device) for space in spaces}
-    tensors = dict(executor.arenas(blocks))
+    own_blocks = {space.key: blocks[space.key] for space in spaces}
+    tensors = dict(executor.arenas(own_blocks))
     own = {
         space.key: {arena.name: tensors.pop(arena.name) for arena in space.arenas if arena.name in tensors}
         for space in spaces

@@ -34,7 +34,7 @@ from kvcontract.engine.adapters import Adapters
 from kvcontract.engine.admission import Admission
 from kvcontract.engine.control import CLOSED, Control
 from kvcontract.engine.drafter import Drafter
-from kvcontract.engine.fit import refuse_unfit
+from kvcontract.engine.fit import emits_all, refuse_unfit
 from kvcontract.engine.intake import Intake
 from kvcontract.engine.loop import EngineLoop
 from kvcontract.engine.operations import Controls
@@ -121,7 +121,8 @@ class Engine(Controls):
         self._intake = Intake(store, rank, self._wake, self._loop)
         sizes = self.max_batch_tokens, self.max_chunk_tokens, self.max_requests
         machine = Machine(executor, store, self.bindings, drafter, *sizes)
-        line = Admission.of(pool, self.keyer, checkpoints, limits.vocab_size)
+        interior = emits_all(executor, pool.sides)
+        line = Admission.of(pool, self.keyer, checkpoints, limits.vocab_size, interior=interior)
         self._scheduler = Scheduler(machine, line, self._begin, self._end)
         self._forget_pool = pool.on_release(self._wake.set)
 
@@ -136,6 +137,7 @@ class Engine(Controls):
         capture_logits: Capture | bool = False,
         policy: ResolvePolicy = PLAIN,
         priority: int = 0,
+        turns: Collection[int] = (),
     ) -> int:
         """Hand a request over; returns its id.
 
@@ -148,6 +150,8 @@ class Engine(Controls):
             capture_logits: keep the logits of sampled rows (True), or of ``"all"`` rows that are run.
             policy: how far the resolve may go.
             priority: a higher one goes first, and preempts active ones of a lower one where it does not fit.
+            turns: positions at which later prompts are expected to leave this one, such as the end of what
+                all of them begin with: a checkpoint is taken before each, where the model needs any.
 
         Raises:
             UsageFault: the request cannot be served by this model; every fault is named.
@@ -162,6 +166,7 @@ class Engine(Controls):
             capture_logits=capture_logits,
             policy=policy,
             priority=priority,
+            turns=turns,
         )[0]
 
     def submit_parallel(
@@ -176,6 +181,7 @@ class Engine(Controls):
         capture_logits: Capture | bool = False,
         policy: ResolvePolicy = PLAIN,
         priority: int = 0,
+        turns: Collection[int] = (),
     ) -> tuple[int, ...]:
         """Hand `count` requests over that share one prompt, which is run once (n > 1); returns their ids.
 
@@ -200,6 +206,7 @@ class Engine(Controls):
             capture=capture,
             policy=policy,
             priority=priority,
+            turns=tuple(turns),
         )
         with self._lock:
             if self._closed:

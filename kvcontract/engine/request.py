@@ -46,6 +46,7 @@ class Request:
         capture: whose logits the result keeps: none, of rows a token is sampled from, or of all rows run.
         policy: how far a resolve may go.
         priority: a higher one is admitted before, and preempts, a lower one.
+        turns: positions at which later prompts are expected to leave this one.
         branches: further requests that go on from this one's prompt, each with a seed of its own.
     """
 
@@ -58,6 +59,7 @@ class Request:
     capture: Capture
     policy: ResolvePolicy = PLAIN
     priority: int = 0
+    turns: tuple[int, ...] = ()
     branches: tuple[Request, ...] = ()
 
     @property

@@ -25,6 +25,7 @@ from kvcontract.engine.preemption import due, victims
 from kvcontract.engine.request import Finish, Request, Result, refusal
 from kvcontract.engine.sampling import Sampler
 from kvcontract.memory.binding import Binding
+from kvcontract.memory.slots import copy_blocks
 from kvcontract.pool.handles import Later
 from kvcontract.pool.request import Chunk
 from kvcontract.store.policy import KvPrefix
@@ -271,6 +272,7 @@ class Scheduler:
         if item.request.branches and not item.prefilling:
             self._branches(item, logits[-1])
         fresh = item.kv.registered > item.sealed_pages or item.kv.checkpoint is not None
+        fresh = fresh or bool(item.kv.beside.emitted)
         if self._machine.store is not None and fresh:
             self._machine.store.seal(item.kv, after=written(logits.device))
             item.sealed_pages = item.kv.registered
@@ -279,9 +281,7 @@ class Scheduler:
 
     def _copy(self, copies: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
         """Copy blocks, all groups of each, in the order of the device's work."""
-        for space, pairs in copies.items():
-            for pair in pairs:  # one may read what another has written
-                self._machine.bindings[space].copy_blocks([pair])
+        copy_blocks(self._machine.bindings, copies)
 
     def _branches(self, item: Active, logits: Tensor) -> None:
         """The prompt has been run: every branch samples its own first token and goes on by itself."""

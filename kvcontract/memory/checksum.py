@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Final, cast
 
@@ -26,7 +27,12 @@ _memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)  # type: ig
 
 def crc32c(data: bytes | memoryview | NDArray[np.uint8], value: int = 0) -> int:
     """The crc32c (Castagnoli) of a buffer, continuing from `value`."""
-    return cast("int", require("crc32c", "runtime").crc32c(data, value, _RELEASE_GIL))
+    return _library()(data, value, _RELEASE_GIL)
+
+
+@cache
+def _library() -> Callable[..., int]:
+    return cast("Callable[..., int]", require("crc32c", "runtime").crc32c)
 
 
 def crc32c_iov(address: Iterable[int], length_bytes: Iterable[int], value: int = 0) -> int:

@@ -89,6 +89,7 @@ class _Way:
         """Take the memory that batches will need: later it would wait for all that the device does."""
         with self._lock, torch.cuda.stream(self.kernels):
             for desk in self._free:
+                desk.ids()
                 if not plan.straight:
                     desk.payloads(0, 1)
         torch.cuda.synchronize(self._device)
@@ -149,9 +150,11 @@ class DeviceMover:
 
     Attributes:
         allocate: where host memory comes from that it is quick with.
+        remote: yes; nobody else reaches the pages.
     """
 
     allocate: Allocate | None = staticmethod(pinned_memory)
+    remote = True
 
     def __init__(
         self,
@@ -244,7 +247,7 @@ class DeviceMover:
 
     def _send(self, way: _Way, desk: Desk, request: _Request) -> None:
         plan, ids, count = request.plan, request.ids, len(request.ids)
-        desk.prepare(ids, count * len(plan.sums))
+        _prepare(plan, desk, ids, way.kernels)
         target = plan.host_pieces(request.address)
         if request.after is not None:
             request.after.wait(way.kernels)
@@ -265,7 +268,7 @@ class DeviceMover:
 
     def _receive(self, way: _Way, desk: Desk, request: _Request) -> None:
         plan, ids, count = request.plan, request.ids, len(request.ids)
-        desk.prepare(ids, count * len(plan.sums))
+        _prepare(plan, desk, ids, way.kernels)
         source = plan.host_pieces(request.address)
         buffer = None if plan.straight else desk.payloads(count, plan.program.payload_bytes)
         target = plan.program.buffers(ids)[0].ravel() if buffer is None else _rows(buffer)
@@ -295,6 +298,13 @@ class DeviceMover:
         """Wait for what runs; False if something still does."""
         ended = [way.lane.close(deadline_s) for way in (self._out, self._in)]  # both, whatever the first says
         return all(ended)
+
+
+def _prepare(plan: Plan, desk: Desk, ids: NDArray[np.int64], stream: Any) -> None:
+    """Say which blocks, before anything has to be waited for."""
+    desk.prepare(ids, len(ids) * len(plan.sums))
+    if plan.program.grains is not None:
+        plan.tell(desk, len(ids), stream)
 
 
 def _gather(plan: Plan, desk: Desk, ids: NDArray[np.int64], buffer: Tensor, stream: Any) -> None:

@@ -20,9 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-WIDE_BYTES: Final = 16
-"""What a device reads or writes at most in one go."""
-
 MOST_GRAINS: Final = 2**20
 """A longer table would cost more to read than the payload."""
 
@@ -74,7 +71,6 @@ class Grains:
 
     Attributes:
         rows: int64[grains, 3], `table` on the device.
-        wide: whether grains and all that is between them are multiples of WIDE_BYTES.
     """
 
     def __init__(
@@ -88,8 +84,6 @@ class Grains:
         device: torch.device,
     ) -> None:
         self.grain_bytes, self.word_bytes, self.pages = grain_bytes, word_bytes, pages
-        steps = (int(np.gcd.reduce(address)), int(np.gcd.reduce(stride)))
-        self.wide = all(size % WIDE_BYTES == 0 for size in (grain_bytes, *steps))
         self.rows = torch.from_numpy(np.stack([address, stride, page], 1)).to(device)
 
     @classmethod

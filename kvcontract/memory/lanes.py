@@ -20,15 +20,22 @@ from torch import Tensor
 
 from kvcontract.memory.checksum import crc32c
 
-LANES: Final = 1024
-JOINS: Final = 5
-"""How often neighbouring lanes are joined before a table tells how far the rest is from the end."""
+LANES: Final = 128
+ROWS_BEHIND: Final = 32
+"""Rows of zeros that follow a part while it is summed: as many as a state has bits."""
 
-PART_BYTES: Final = 256 * 1024
+DIGITS: Final = ((0, 31), (5, 31), (10, 31), (15, 31), (20, 15), (24, 15), (28, 15))
+"""What a state is cut into to be looked up, shift and mask: as a warp has threads, a digit has values."""
+
+PART_BYTES: Final = 128 * 1024
 """Bytes that are summed in one go: enough parts to share them out evenly, few enough to join cheaply."""
+
+_ORDER: Final = 2**31 - 1
+"""Bits of zeros after which every state is what it was."""
 
 _POLYNOMIAL: Final = 0x82F63B78  # Castagnoli, reflected
 _BITS: Final = 32
+_DIGIT_VALUES: Final = 32
 _ZEROS: Final = bytes(64 * 1024)
 _MASK: Final = 0xFFFFFFFF
 
@@ -70,20 +77,20 @@ def advance(unit_bytes: int, units: int) -> Columns:
     return found
 
 
-def _step_table(unit_bytes: int, units: int) -> NDArray[np.uint32]:
-    """uint32[4, 256]: a state's bytes after some units of zeros."""
-    values = np.arange(256, dtype=np.uint32)
-    matrix = advance(unit_bytes, units)
-    return np.stack([_apply(matrix, values << np.uint32(8 * byte)) for byte in range(4)])
+def _digit_table(unit_bytes: int, units: int) -> NDArray[np.uint32]:
+    """uint32[DIGITS, 32]: a state's digits after some units of zeros."""
+    values, matrix = np.arange(_DIGIT_VALUES, dtype=np.uint32), advance(unit_bytes, units)
+    inside = (values & np.uint32(mask) for _, mask in DIGITS)
+    shifted = (digit << np.uint32(shift) for digit, (shift, _) in zip(inside, DIGITS, strict=True))
+    return np.stack([_apply(matrix, digit) for digit in shifted])
 
 
 def _lane_table(unit_bytes: int) -> NDArray[np.uint32]:
-    """uint32[32, n]: each bit of what is left of n joined lanes, after the units that follow it."""
-    count = LANES >> JOINS
-    table = np.empty((count, _BITS), np.uint32)
-    table[count - 1] = np.uint32(1) << np.arange(_BITS, dtype=np.uint32)
-    one = advance(unit_bytes, 1 << JOINS)
-    for lane in range(count - 2, -1, -1):
+    """uint32[32, LANES]: each bit of a lane, after the units that follow it."""
+    table = np.empty((LANES, _BITS), np.uint32)
+    table[LANES - 1] = np.uint32(1) << np.arange(_BITS, dtype=np.uint32)
+    one = advance(unit_bytes, 1)
+    for lane in range(LANES - 2, -1, -1):
         table[lane] = _apply(one, table[lane + 1])
     return np.ascontiguousarray(table.T)
 
@@ -107,15 +114,13 @@ class _Tables:
     """Of one unit, on one device."""
 
     step: Tensor
-    joins: Tensor
     lanes: Tensor
 
 
 @cache
 def _tables(unit_bytes: int, device: torch.device) -> _Tables:
-    joins = np.stack([_step_table(unit_bytes, 1 << level) for level in range(JOINS)])
-    step = _step_table(unit_bytes, LANES)
-    return _Tables(_on(device, step), _on(device, joins), _on(device, _lane_table(unit_bytes)))
+    step, lanes = _digit_table(unit_bytes, LANES), _lane_table(unit_bytes)
+    return _Tables(_on(device, step), _on(device, lanes))
 
 
 class LaneSums:
@@ -131,10 +136,10 @@ class LaneSums:
         unit_bytes: 4, or 1 where something lies between.
         segments: how many.
         parts: int32[parts, 2], the first unit of each, and how many.
-        columns: int32[parts, 32], from the state of each to its share of the segment's sum.
-        step: int32[4, 256], a state's bytes after LANES units of zeros.
-        joins: int32[JOINS, 4, 256], likewise after 1, 2, 4, ... units.
-        lanes: int32[32, LANES >> JOINS], each bit of what is left then, after the units that follow.
+        columns: int32[parts, 32], from the state of each, ROWS_BEHIND rows further, to its share of the
+            segment's sum.
+        step: int32[DIGITS, 32], a state's digits after LANES units of zeros.
+        lanes: int32[32, LANES], each bit of a lane, after the units that follow it.
     """
 
     def __init__(
@@ -154,14 +159,15 @@ class LaneSums:
             for at in range(0, size, part_bytes):
                 step = min(part_bytes, size - at)
                 parts.append(((begin + at) // self.unit_bytes, step // self.unit_bytes))
-                columns.append(advance(self.unit_bytes, (size - at - step) // self.unit_bytes + 1))
+                behind = (size - at - step) // self.unit_bytes + 1 - ROWS_BEHIND * LANES
+                columns.append(advance(self.unit_bytes, behind % _ORDER))
             begin += size
         self._parts, self.segments = parts, len(segments)
         self._of_zeros = np.array([_of_zeros(size) for size in segments], np.uint32)
         self.parts = torch.tensor(parts, dtype=torch.int32).to(device)
         self.columns = _on(device, np.stack(columns))
         tables = _tables(self.unit_bytes, device)
-        self.step, self.joins, self.lanes = tables.step, tables.joins, tables.lanes
+        self.step, self.lanes = tables.step, tables.lanes
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -178,7 +184,6 @@ class LaneSums:
     def reference(self, payloads: Tensor) -> Tensor:
         """What the parts of uint8[n, payload_bytes] give, in torch: for devices without triton."""
         step, lanes = self.step.long() & _MASK, self.lanes.long() & _MASK
-        joins = self.joins.long() & _MASK
         shares = torch.empty(len(payloads), len(self), dtype=torch.int32, device=payloads.device)
         for number, ((offset, units), columns) in enumerate(zip(self._parts, self.columns, strict=True)):
             rows = -(-units // LANES)
@@ -192,8 +197,8 @@ class LaneSums:
             state = words[:, 0].long() & _MASK
             for row in range(1, rows):
                 state = _moved(state, step) ^ (words[:, row].long() & _MASK)
-            for join in joins:
-                state = _moved(state[:, ::2], join) ^ state[:, 1::2]
+            for _ in range(ROWS_BEHIND):
+                state = _moved(state, step)
             root = _folded(state, lanes)
             share = _folded(root[:, None].expand(-1, 1), (columns.long() & _MASK)[:, None])
             shares[:, number] = share.to(torch.int32)
@@ -201,9 +206,11 @@ class LaneSums:
 
 
 def _moved(state: Tensor, step: Tensor) -> Tensor:
-    """States, int64[...], after the zeros of a step, int64[4, 256]."""
-    low = step[0][state & 255] ^ step[1][state >> 8 & 255]
-    return low ^ step[2][state >> 16 & 255] ^ step[3][state >> 24]
+    """States, int64[...], after the zeros of a step, int64[DIGITS, 32]."""
+    moved = torch.zeros_like(state)
+    for digit, (shift, mask) in zip(step, DIGITS, strict=True):
+        moved ^= digit[state >> shift & mask]
+    return moved
 
 
 def _folded(states: Tensor, columns: Tensor) -> Tensor:

@@ -10,15 +10,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcontract.memory.copy import Program
-from kvcontract.memory.grains import WIDE_BYTES
-from kvcontract.memory.lanes import JOINS, LANES, LaneSums
+from kvcontract.memory.lanes import LANES, ROWS_BEHIND, LaneSums
 from kvcontract.memory.pinned import pinned_memory
 
-PROGRAMS_PER_CORE: Final = 1
-"""Of a kernel.  All multiprocessors for a short while: whoever computes beside it runs on all of them, and
-waits for the slowest, so that a few slow ones for a long while cost more."""
+PROGRAMS_PER_CORE: Final = 2
+"""Of a kernel, so that one adds while the other waits.  All multiprocessors for a short while: whoever
+computes beside it runs on all of them, and waits for the slowest, so that a few slow ones for a long while
+cost more."""
+
+_SPANS: Final = (ROWS_BEHIND, 8, 1, 0)
+"""Rows of a kernel that lie in one grain, of which it is told once; 0: not even all of one row."""
 
 _FIRST_WORDS: Final = 4096
+_FETCHED: Final = 1024
+"""Blocks that one program of a kernel reads from the host."""
 
 
 class Plan:
@@ -48,12 +53,15 @@ class Plan:
         unit = self.sums.unit_bytes
         cores = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._programs = PROGRAMS_PER_CORE * cores
-        self._grain = 1 if grains is None else grains.grain_bytes // unit
-        wide = (grains is None or grains.wide) and program.payload_bytes % WIDE_BYTES == 0
-        self._wide = unit > 1 and wide and self.sums.aligned(WIDE_BYTES // unit)
-        self._whole = self._grain % LANES == 0 and self.sums.aligned(LANES)
+        self._grain = 0 if grains is None else grains.grain_bytes // unit
+        self._span = next(rows for rows in _SPANS if self._aligned(rows * LANES))
         self._sizes = np.empty(0, np.int64)
+        self._fetch: Any = None
         self._kernels: dict[tuple[bool, bool], tuple[Any, list[int], tuple[Any, ...]]] = {}
+
+    def _aligned(self, units: int) -> bool:
+        """Whether grains and parts begin and end between groups of so many units."""
+        return units == 0 or (self._grain % units == 0 and self.sums.aligned(units))
 
     def sizes(self, count: int) -> NDArray[np.int64]:
         """int64[count * k], bytes of each piece of so many records."""
@@ -72,13 +80,18 @@ class Plan:
         for read in (True, False) if moves and not self.straight else (moves,):
             self._kernel(desk, read=read, write=moves and not self.straight)
 
+    def tell(self, desk: Desk, count: int, stream: Any) -> None:
+        """Let `carry`, on the same stream, find the blocks of so many records, which are those `given`."""
+        blocks = count * self.pages
+        _launch(self._fetch, -(-blocks // _FETCHED), stream, (desk.given_at, desk.ids_at(), blocks, _FETCHED))
+
     def carry(
         self, desk: Desk, count: int, buffer: Tensor | None, stream: Any, *, read: bool, write: bool
     ) -> None:
         """Sum, and gather or scatter.
 
         Args:
-            desk: whose `given` are the blocks, int64[count * pages], and whose `found` is written.
+            desk: told of the blocks; its `found` is written.
             count: records.
             buffer: payloads side by side; None where only pages are read.
             stream: where.
@@ -86,11 +99,10 @@ class Plan:
             write: write the other side.
         """
         compiled, static, options = self._kernels[read, write]
-        ids = self.sums.parts.data_ptr() if self.pages == 1 else desk.ids(count * self.pages, stream)
         wire = desk.given_at if buffer is None else buffer.data_ptr()
-        moving = (desk.given_at, wire, self.program.payload_bytes, desk.found_at, count, len(self.sums))
-        grid = (min(self._programs, count * len(self.sums)), 1, 1)
-        compiled[grid](static[0], ids, *static[1:], *moving, *options, stream=stream.cuda_stream)
+        moving = (wire, self.program.payload_bytes, desk.found_at, count, len(self.sums))
+        programs = min(self._programs, count * len(self.sums))
+        _launch(compiled, programs, stream, (static[0], desk.ids_at(), *static[1:], *moving, *options))
 
     def _kernel(self, desk: Desk, *, read: bool, write: bool) -> None:
         """Compile one way."""
@@ -102,14 +114,14 @@ class Plan:
             sums.parts,
             sums.columns,
             sums.step,
-            sums.joins,
             sums.lanes,
         )
         unit = kernels.UNITS[sums.unit_bytes]
-        options = (self._grain, self.pages, LANES, JOINS, unit, read, write, self._wide, self._whole)
-        ids = desk.ids_tensor() if self.pages > 1 else sums.parts.view(torch.int64)
-        moving = (desk.given_at, desk.given_at, self.program.payload_bytes, desk.found_at, 0, len(sums))
-        compiled = kernels.carry[(1,)](tables[0], ids, *tables[1:], *moving, *options, num_warps=8)
+        options = (max(1, self._grain), self.pages, self.pages > 1, unit, read, write, LANES, self._span)
+        ids = desk.ids()
+        self._fetch = kernels.fetch[(1,)](desk.given_at, ids, 0, _FETCHED)
+        moving = (desk.given_at, self.program.payload_bytes, desk.found_at, 0, len(sums))
+        compiled = kernels.carry[(1,)](tables[0], ids, *tables[1:], *moving, *options, num_warps=LANES // 32)
         self._kernels[read, write] = compiled, [table.data_ptr() for table in tables], options
 
 
@@ -131,6 +143,7 @@ class Desk:
         self._device, self._batch_bytes = device, batch_bytes
         self._memory: Tensor | None = None
         self._ids: Tensor | None = None
+        self._ids_at = self._ids_count = 0
         self.given = _pinned(_FIRST_WORDS, np.int64)
         self.found = _pinned(_FIRST_WORDS, np.int32)
         self.given_at, self.found_at = int(self.given.ctypes.data), int(self.found.ctypes.data)
@@ -146,26 +159,30 @@ class Desk:
             self.found_at = int(self.found.ctypes.data)
         self.given[: ids.size] = ids.ravel()
 
-    def ids_tensor(self) -> Tensor:
-        """int64[...] on the device, as long as `given`."""
+    def ids(self) -> Tensor:
+        """int64[...] on the device, as long as `given`, for a copy of it."""
         if self._ids is None or len(self._ids) < len(self.given):
             self._ids = torch.empty(len(self.given), dtype=torch.int64, device=self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # whose memory it may have been until now
         return self._ids
 
-    def ids(self, count: int, stream: Any) -> int:
-        """Where the blocks lie in memory of the device, copied on a stream."""
-        from kvcontract.memory import kernels  # noqa: PLC0415 - only where triton is
-
-        target = self.ids_tensor()
-        with torch.cuda.stream(stream):
-            kernels.fetch[(-(-count // 1024),)](self.given_at, target, count, BLOCK=1024)
-        return target.data_ptr()
+    def ids_at(self) -> int:
+        """Where they lie."""
+        if len(self.given) != self._ids_count:
+            self._ids_at, self._ids_count = int(self.ids().data_ptr()), len(self.given)
+        return self._ids_at
 
     def payloads(self, count: int, size_bytes: int) -> Tensor:
         """uint8[count, size_bytes] on the device; the first call takes the memory."""
         if self._memory is None:
             self._memory = torch.empty(self._batch_bytes, dtype=torch.uint8, device=self._device)
         return self._memory[: count * size_bytes].view(count, size_bytes)
+
+
+def _launch(compiled: Any, programs: int, stream: Any, args: tuple[Any, ...]) -> None:
+    """What `compiled[programs, 1, 1](*args)` does, but for its hooks, which cost more than the launch."""
+    handles = (compiled.function, compiled.packed_metadata, None, None, None)
+    compiled.run(programs, 1, 1, stream.cuda_stream, *handles, *args)
 
 
 def _pinned(count: int, dtype: type[np.generic]) -> NDArray[Any]:

@@ -2,40 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
+from kvcontract.contract.model import TOKEN_AXIS
+from kvcontract.contract.snapshot import live_key
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.device import StreamEvent
 
 Pairs = Sequence[tuple[int, int]]
 
 
-def copy_slots(
-    workers: Sequence[Mapping[str, Binding]], pairs: Mapping[str, Pairs]
+def copy_blocks(memory: Mapping[str, Binding], copies: Mapping[str, Pairs]) -> None:
+    """Make copies that a request asks for, one after the other: one may read what another has written.
+
+    A snapshot in a narrower form is widened on its way to a live slot.
+
+    Args:
+        memory: of each space, by its key.
+        copies: (source, target) by space; see `Chunk.copies`.
+    """
+    for space, pairs in copies.items():
+        _copy(memory[space], memory[live_key(space)], pairs)
+
+
+def take_snapshots(
+    workers: Sequence[Mapping[str, Binding]], copies: Mapping[str, Pairs]
 ) -> tuple[StreamEvent, ...]:
-    """Copy blocks, all arenas of each, on every worker.
+    """Copy live slots to snapshots, on every worker, in the form in which they are kept.
 
     On a device the copies stand in the order of its work: behind the step that has written the sources, and
     before the next one, which alone waits for them (F1).
 
     Args:
         workers: memory of each space by its key, for each worker.
-        pairs: (source, target) by space.
+        copies: (live slot, snapshot) by the snapshots' space.
 
     Returns:
         Events of the devices, after which the copies are complete; none where they are already.
     """
-    events: list[StreamEvent] = []
     for memory in workers:
-        devices = set()
-        for space, wanted in pairs.items():
-            memory[space].copy_blocks(wanted)
-            devices.add(memory[space].device)
-        for device in devices:
-            if device.type == "cuda":
-                event: StreamEvent = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
-                event.record(torch.cuda.current_stream(device))  # type: ignore[attr-defined] # see engine/batch
-                events.append(event)
+        for space, pairs in copies.items():
+            _copy(memory[live_key(space)], memory[space], pairs)
+    return written(workers, copies)
+
+
+def _copy(source: Binding, target: Binding, pairs: Pairs) -> None:
+    if source is target:
+        for pair in pairs:
+            source.copy_blocks([pair])
+        return
+    fields = {(field.arena, field.name): field for arena in source.space.arenas for field in arena.fields}
+    for name, field in fields.items():
+        here, there = source.views[name], target.views[name]
+        axis = field.axes.index(TOKEN_AXIS) if TOKEN_AXIS in field.axes else None
+        for first, second in pairs:
+            _place(there, second, axis, here).copy_(_place(here, first, axis, there))
+
+
+def _place(view: Tensor, number: int, axis: int | None, other: Tensor) -> Tensor:
+    """One block; of a ring, which has more rows than the other side, one page of one of its slots."""
+    rows = 0 if axis is None else other.shape[axis + 1]
+    if axis is None or view.shape[axis + 1] <= rows:
+        return view[number]
+    slot, page = divmod(number, view.shape[axis + 1] // rows)
+    return view[slot].narrow(axis, page * rows, rows)
+
+
+def written(workers: Sequence[Mapping[str, Binding]], spaces: Iterable[str]) -> tuple[StreamEvent, ...]:
+    """Events after which all that is queued by now has been written in some spaces; none on the host."""
+    wanted = list(spaces)
+    devices = {memory[space].device for memory in workers for space in wanted}
+    events: list[StreamEvent] = []
+    for device in sorted(devices, key=str):
+        if device.type == "cuda":
+            event: StreamEvent = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
+            event.record(torch.cuda.current_stream(device))  # type: ignore[attr-defined] # see engine/batch
+            events.append(event)
     return tuple(events)

@@ -22,16 +22,34 @@ class Checkpoints:
         stops: steps end at these positions, ascending, and each is a checkpoint.
         every_tokens: where a step ends anyway, it is one if the last lies at least so far back; None: never.
         rolling: while tokens are sampled, every multiple is one, and replaces the one before it.
+        interior: a state can be had inside a step, so that none has to end for it.
     """
 
     granule_tokens: int = 1
     stops: tuple[int, ...] = ()
     every_tokens: int | None = None
     rolling: bool = False
+    interior: bool = False
 
     def stop(self, start: int, end: int) -> int:
         """Where a step over known tokens from `start` that could reach `end` is to end."""
+        if self.interior:
+            return end
         return next((position for position in self.stops if start < position < end), end)
+
+    def inside(self, start: int, end: int) -> tuple[int, ...]:
+        """Where within a step a state is wanted, ascending; the step's own end is another matter."""
+        if not self.interior:
+            return ()
+        wanted = {stop for stop in self.stops if start < stop < end}
+        if self.every_tokens is not None:
+            step = -(-self.every_tokens // self.granule_tokens) * self.granule_tokens
+            wanted |= set(range(start // step * step + step, end, step))
+        return tuple(sorted(wanted))
+
+    def branches(self, prompt_tokens: int) -> tuple[int, ...]:
+        """Those of the stops at which others are known, or expected, to go another way."""
+        return tuple(stop for stop in self.stops if stop + self.granule_tokens <= prompt_tokens)
 
     def wanted(self, position: int, last: int, *, decoding: bool) -> bool:
         """Whether there is to be a checkpoint where a step has ended.
@@ -69,19 +87,27 @@ class CheckpointPolicy:
     every_tokens: int | None = 2048
     decoding: bool = True
 
-    def of(self, granule_tokens: int, prompt_tokens: int, branches: Iterable[int] = ()) -> Checkpoints:
+    def of(
+        self,
+        granule_tokens: int,
+        prompt_tokens: int,
+        branches: Iterable[int] = (),
+        *,
+        interior: bool = False,
+    ) -> Checkpoints:
         """What is wanted of one request.
 
         Args:
             granule_tokens: only multiples of this can be checkpoints.
             prompt_tokens: its length.
             branches: positions at which earlier prompts went another way, or callers expect that to happen.
+            interior: see `Checkpoints`.
         """
         wanted = {prompt_tokens} if self.prompt_end else set()
         wanted |= set(branches) if self.branches else set()
         floors = {position // granule_tokens * granule_tokens for position in wanted}
         stops = tuple(sorted(floor for floor in floors if 0 < floor <= prompt_tokens))
-        return Checkpoints(granule_tokens, stops, self.every_tokens, self.decoding)
+        return Checkpoints(granule_tokens, stops, self.every_tokens, self.decoding, interior)
 
 
 DEFAULT_CHECKPOINTS: Final = CheckpointPolicy()

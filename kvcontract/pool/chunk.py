@@ -44,6 +44,7 @@ class Chunk:
         slots: live slot of each bounded group.
         checkpoint: the step's end, where it is to be sealed so that somebody can go on from there.
         drafts: how many of the last tokens are proposals; each row before one is sampled too (B18).
+        emits_at: per bounded group, (position, slot): where within the step its state is to be written, too.
         copies: (source, target) blocks to copy first, by space, all groups of each (B23, E4, F4).
     """
 
@@ -54,6 +55,7 @@ class Chunk:
     slots: dict[str, int] = field(default_factory=dict)
     checkpoint: int | None = None
     drafts: int = 0
+    emits_at: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     copies: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @property

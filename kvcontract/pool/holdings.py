@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.pool.handles import Entitlement, Never
+from kvcontract.pool.handles import Entitlement, Never, Reservation
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.media import NO_MEDIA, Media
 from kvcontract.pool.side import Flags, SideHold
@@ -69,10 +69,10 @@ def hold_at(sides: Sides, keys: Keys, pages: int) -> SideHolds | None:
             wanted = side.needed(pages)
             if not len(wanted):
                 continue
-            hold = side.pool.hold(keys[wanted])
+            hold = side.index.hold(keys[wanted])
             if hold is None:
                 return None
-            found[side.key] = undo.enter_context(hold)
+            found[side.index.key] = undo.enter_context(hold)
         undo.pop_all()
         return SideHolds(pages, found)
 
@@ -81,7 +81,7 @@ def hold_deepest(
     sides: Sides, page_tokens: int, keys: Keys, pages: int, legal: Media = NO_MEDIA
 ) -> SideHolds | None:
     """Pin what the deepest prefix needs that can be continued on this device; None: there is none."""
-    present = {side.key: side.pool.present(keys[:pages]) for side in sides}
+    present = {side.key: side.index.present(keys[:pages]) for side in sides}
     for boundary in covered(sides, page_tokens, present, pages, legal):
         if (held := hold_at(sides, keys, boundary)) is not None:
             return held
@@ -189,6 +189,13 @@ class SlotView:
         """Of the space."""
         return self.side.key
 
+    def places(self, pages: int) -> npt.NDArray[np.int64]:
+        """Where lies what a boundary of so many pages needs: the slot, or of a ring, pages of it."""
+        rows = self.side.ring_pages
+        return self.slot * rows + (
+            self.side.needed(pages) % rows if self.side.window else np.zeros(1, np.int64)
+        )
+
     def release(self) -> None:
         """Give the slot back, and the snapshot."""
         if self.source is not None:
@@ -207,6 +214,8 @@ class Holdings:
     Attributes:
         copies: (source, target) blocks to copy before the first step, by space.
         pinned: their sources in requests that go on, by space.
+        staged: slots that the outstanding step writes a state to, by position and space.
+        emitted: the same of a step that is done, until somebody names them.
         parent: of a branch that has not copied yet.
         read_by_a_branch: how many branches have not copied yet what this one would rewrite.
     """
@@ -215,6 +224,8 @@ class Holdings:
         self._sides = sides
         self.copies: dict[str, Pairs] = {}
         self.pinned: dict[str, Pages] = {}
+        self.staged: dict[int, dict[str, Reservation]] = {}
+        self.emitted: dict[int, dict[str, Reservation]] = {}
         self.parent: Holdings | None = None
         self.read_by_a_branch = 0
         self.windows = [WindowView(side, promises[side.key], pages) for side in sides.windows]
@@ -280,9 +291,10 @@ class Holdings:
         for window in self.windows:
             window.adopt(by_key.pop(window.key, None), pages)
         for view in self.slots:
-            view.source = by_key.pop(view.key, None)
+            key = view.side.index.key
+            view.source = by_key.pop(key, None)
             if view.source is not None:
-                self.copies[view.key] = pairs(view.source.pages, np.array([view.slot]))
+                self.copies[key] = pairs(view.source.pages, view.places(pages))
 
     @property
     def live_slots(self) -> dict[str, int]:
@@ -300,6 +312,34 @@ class Holdings:
         if self.parent is not None:
             self.parent.read_by_a_branch -= 1
             self.parent = None
+
+    def stage(self, positions: Sequence[int]) -> dict[str, Pairs]:
+        """Slots for states inside the next step, by group; as many positions as there is room for (F6)."""
+        self.unstage()
+        found: dict[str, list[tuple[int, int]]] = {}
+        for position in positions:
+            mine: dict[str, Reservation] = {}
+            for view in (view for view in self.slots if view.side.stored):
+                kept = view.side.index.reserve(1)
+                if kept is None:
+                    _let_go(mine)
+                    return {group: tuple(pairs) for group, pairs in found.items()}
+                mine[view.key] = kept
+            self.staged[position] = mine
+            for view in (view for view in self.slots if view.key in mine):
+                pair = position, int(mine[view.key].pages[0])
+                found.setdefault(view.side.group, []).append(pair)
+        return {group: tuple(pairs) for group, pairs in found.items()}
+
+    def ran(self) -> None:
+        """The step is done: what it was to write is written."""
+        self.emitted, self.staged = self.staged, {}
+
+    def unstage(self) -> None:
+        """Nobody has named them, or the step came to nothing (F3)."""
+        for kept in (self.staged, self.emitted):
+            while kept:
+                _let_go(kept.popitem()[1])
 
     def tables(self, pages: int) -> dict[str, Pages]:
         """Page table of each windowed space, int32 [pages]: drawn, where they were not."""
@@ -336,14 +376,22 @@ class Holdings:
     def forget(self, keys: Keys) -> None:
         """Let nobody find what is named like this, uint64 [n, 2] (B13)."""
         for view in self.views:
-            view.side.pool.forget(keys)
+            view.side.index.forget(keys)
 
     def release(self) -> None:
         """Give everything back."""
         with ExitStack() as end:
             end.callback(self.copied)
+            end.callback(self.unstage)
             for view in self.views:
                 end.callback(view.entitlement.release)
+
+
+def _let_go(reservations: dict[str, Reservation]) -> None:
+    while reservations:
+        _, kept = reservations.popitem()
+        if kept.live:
+            kept.release()
 
 
 def pairs(sources: Pages, targets: npt.NDArray[np.integer[Any]]) -> Pairs:

@@ -238,6 +238,7 @@ class RequestKv(RequestView):
         """
         self._expect(chunk, drafts=True)
         self._chunk = None
+        self._beside.unstage()
         self._keep(chunk.start)
 
     def fork(self, last_token: int | None = None) -> RequestKv | Later:
@@ -407,16 +408,24 @@ class RequestKv(RequestView):
             emits=emits,
             drafts=drafts,
             slots=self._beside.live_slots,
+            emits_at=self._beside.stage(self._inside(start, end)),
             copies=self.copies,
             checkpoint=end if wanted else None,
         )
         return self._chunk
+
+    def _inside(self, start: int, end: int) -> list[int]:
+        """Where within a step over known tokens a state is wanted."""
+        media = self._sequence.media
+        wanted = self._checkpoints.inside(start, end) if self.prefilling else ()
+        return [position for position in wanted if media.floor(position) == position]
 
     def _apply(self, chunk: Chunk, tokens: list[int]) -> None:
         self._sequence.append(token_array(tokens).tolist())
         self._chunk = None
         if chunk.copies:
             self.copied()
+        self._beside.ran()
         self.committed_tokens = chunk.end - chunk.drafts + max(0, len(tokens) - 1)
         if chunk.checkpoint is not None:
             self.checkpoint = self._last_checkpoint = chunk.checkpoint

@@ -28,7 +28,7 @@ class Rooted(Guards):
     ) -> None:
         super().__init__(pages, page_tokens, retention=retention, events=events)
         self.sides = sides
-        wrong = [side.key for side in sides if side.pool.page_tokens != page_tokens]
+        wrong = [pool.key for pool in sides.pools if pool.page_tokens != page_tokens]
         if wrong:
             raise UsageFault(f"{', '.join(wrong)}: pages of another size than {page_tokens} tokens")
 
@@ -41,7 +41,7 @@ class Rooted(Guards):
         Raises:
             UsageFault: names every arena that is too small.
         """
-        needed = {side.key: side.pool.pages for side in self.sides}
+        needed = {pool.key: pool.pages for pool in self.sides.pools}
         small = [
             f"{name}: {blocks}"
             for name, blocks in bound_blocks.items()
@@ -60,7 +60,7 @@ class Rooted(Guards):
         Returns:
             A function that ends it.
         """
-        ends = [super().on_release(callback), *(side.pool.on_release(callback) for side in self.sides)]
+        ends = [super().on_release(callback), *(pool.on_release(callback) for pool in self.sides.pools)]
 
         def end() -> None:
             for each in ends:
@@ -71,8 +71,8 @@ class Rooted(Guards):
     def set_retention(self, on: bool) -> None:
         """Switch whether released pages are kept for reuse; switching off drains the cache once (B12)."""
         super().set_retention(on)
-        for side in self.sides:
-            side.pool.set_retention(on)
+        for pool in self.sides.pools:
+            pool.set_retention(on)
 
     def clear(self, reason: str = "reset") -> int:
         """Forget all cached content and begin a new epoch of events; returns how many full pages that were.
@@ -81,8 +81,8 @@ class Rooted(Guards):
             UsageFault: the pools are not idle: there are requests, reservations, or named pages in use (C11).
         """
         cleared = super().clear(reason)
-        for side in self.sides:
-            side.pool.clear(reason)
+        for pool in self.sides.pools:
+            pool.clear(reason)
         return cleared
 
     def check_books(self) -> None:
@@ -92,5 +92,5 @@ class Rooted(Guards):
             InternalFault: something disagrees; the message names all of it.
         """
         super().check_books()
-        for side in self.sides:
-            side.pool.check_books()
+        for pool in self.sides.pools:
+            pool.check_books()

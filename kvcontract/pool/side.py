@@ -268,10 +268,11 @@ class SidePool(Guards):
             books.demote(cached)
             books.evict(len(cached))
 
-    def demote(self, blocks: Pages) -> None:
-        """Let these blocks be the next to be evicted, those of them that are cached."""
+    def demote(self, keys: Keys) -> None:
+        """Let what is named like this, uint64 [n, 2], be the next to be evicted, as far as nobody owns it."""
         with self._gate() as books:
-            books.demote(blocks)
+            pages = books.index.lookup(as_keys(keys))
+            books.demote(pages[pages > 0])
 
     def release(self, entitlement: Entitlement) -> None:
         """End a request.

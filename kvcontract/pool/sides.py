@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import space_key
-from kvcontract.contract.model import Chunk, Full, KvModel, Window
+from kvcontract.contract.model import Chunk, Full, Group, KvModel, Window
+from kvcontract.contract.snapshot import kept_key, ring_rows
 from kvcontract.pool.side import Flags, SidePool
 
 Boundaries = npt.NDArray[np.int64]
@@ -41,6 +42,11 @@ class Windowed:
     def key(self) -> str:
         """Of the space."""
         return self.pool.key
+
+    @property
+    def index(self) -> SidePool:
+        """Where what others can go on from is found."""
+        return self.pool
 
     @property
     def sink_pages(self) -> int:
@@ -97,28 +103,43 @@ class Slotted:
         group: name of the group.
         boundary_tokens: snapshots are taken at multiples of this.
         stored: whether there are snapshots at all.
+        narrow: what is kept, in blocks of its own, where that has another form than the live slots.
+        window: of a ring, which is kept in pages: the rule of those.
+        ring_pages: of a ring, how many pages its rows are.
     """
 
     pool: SidePool
     group: str
     boundary_tokens: int = 1
     stored: bool = True
+    narrow: SidePool | None = None
+    window: Windowed | None = None
+    ring_pages: int = 1
 
     @property
     def key(self) -> str:
         """Of the space."""
         return self.pool.key
 
+    @property
+    def index(self) -> SidePool:
+        """Where snapshots are found."""
+        return self.pool if self.narrow is None else self.narrow
+
     def lifetime(self, pages: int) -> int:
         """One, however long."""
         return min(pages, 1)
 
     def needed(self, pages: int) -> npt.NDArray[np.int64]:
-        """Of all snapshots the one at the boundary, named like the page before it; none at 0."""
+        """Of all snapshots the one at the boundary, named like the page before it; of a ring, its pages."""
+        if self.window is not None:
+            return self.window.needed(pages)
         return np.arange(max(0, pages - 1), pages) if self.stored else np.arange(0)
 
     def covered(self, present: Flags) -> Flags:
         """As `Windowed.covered`; `present`: at the end of which pages there is a snapshot."""
+        if self.window is not None:
+            return self.window.covered(present)
         return np.concatenate([[True], present]) if self.stored else np.ones(len(present) + 1, np.bool_)
 
 
@@ -144,6 +165,12 @@ class Sides:
 
     def __bool__(self) -> bool:
         return bool(self.windows or self.slots)
+
+    @property
+    def pools(self) -> tuple[SidePool, ...]:
+        """Of every space."""
+        found = [pool for side in self for pool in (side.pool, side.index)]
+        return tuple(dict.fromkeys(found))
 
     @property
     def max_step_tokens(self) -> int | None:
@@ -172,13 +199,11 @@ def make_sides(
     windows, slots, least = [], [], dict[str, int]()
     for group in model.groups:
         key = space_key(group)
-        if key in least or isinstance(group.reach, Full) is (group.kind == "paged"):
+        if key in least or (group.kind == "paged" and isinstance(group.reach, Full)):
             continue
         pool = SidePool(key, max(2, blocks.get(key, 0)), model.page_tokens, retention=retention)
-        if isinstance(group.reach, Full):
-            stored = group.restore == "stored" and model.prefix_caching
-            slots.append(Slotted(pool, group.name, group.boundary_tokens or 1, stored))
-            least[key] = 3 if stored else 2
+        if group.kind == "bounded" or isinstance(group.reach, Full):
+            slots.append(_slotted(model, group, pool, blocks, least, retention=retention))
         else:
             windows.append(Windowed(pool, group.reach, max_step_tokens, model.record_pages))
             least[key] = windows[-1].lifetime(2**62) + 1
@@ -191,6 +216,31 @@ def make_sides(
     if faults:
         raise UsageFault("; ".join(faults))
     return Sides(tuple(windows), tuple(slots), granule_tokens(model))
+
+
+def _slotted(
+    model: KvModel,
+    group: Group,
+    pool: SidePool,
+    blocks: Mapping[str, int],
+    least: dict[str, int],
+    *,
+    retention: bool,
+) -> Slotted:
+    """The slots of a bounded group; what it needs at least is noted by space."""
+    stored, boundary = group.restore == "stored" and model.prefix_caching, group.boundary_tokens or 1
+    key = kept_key(group)
+    if not stored or key == pool.key:
+        least[pool.key] = 3 if stored else 2
+        return Slotted(pool, group.name, boundary, stored)
+    kept = SidePool(key, max(2, blocks.get(key, 0)), model.page_tokens, retention=retention)
+    least[pool.key] = least[key] = 2
+    if isinstance(group.reach, Window):
+        window = Windowed(kept, group.reach, 0, model.record_pages)
+        least[key] = window.lifetime(2**62) + 1
+        pages = ring_rows(model, group) // model.page_tokens
+        return Slotted(pool, group.name, boundary, stored, kept, window, pages)
+    return Slotted(pool, group.name, boundary, stored, kept)
 
 
 def granule_tokens(model: KvModel) -> int:

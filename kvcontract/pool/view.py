@@ -75,6 +75,11 @@ class RequestView:
         return _read_only(NO_PAGES) if self._preempted else self._entitlement.pages
 
     @property
+    def checkpoints(self) -> Checkpoints:
+        """Where it is wanted that others can go on from."""
+        return self._checkpoints
+
+    @property
     def beside(self) -> Holdings:
         """What it has in the other pools of the rank."""
         return self._beside

@@ -198,6 +198,6 @@ class Resetter:
 
 
 def _idle(rank: Rank) -> bool:
-    pools = (rank.pool, *(side.pool for side in rank.pool.sides))
+    pools = (rank.pool, *rank.pool.sides.pools)
     found = [pool.gauges() for pool in pools]
     return not any(gauges.held or gauges.requests or gauges.reservations for gauges in found)

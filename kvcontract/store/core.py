@@ -312,9 +312,9 @@ class StoreCore:
             self.sealer.seal(rank, req, cls=cls, after=after, last=last, handoff=handoff, scope_tag=scope_tag)
         ]
         for side in rank.pool.sides if taken else ():
-            if side.key in self.side_savers:
-                report = self.side_savers[side.key].seal(
-                    SideBerth(rank.name, side.pool),
+            if side.index.key in self.side_savers:
+                report = self.side_savers[side.index.key].seal(
+                    SideBerth(rank.name, side.index),
                     req,
                     taken,
                     cls=cls,
@@ -368,7 +368,7 @@ class StoreCore:
             "pinned_blocks": sum(
                 pool.pinned_blocks
                 for rank in self.ranks.values()
-                for pool in (rank.pool, *(side.pool for side in rank.pool.sides))
+                for pool in (rank.pool, *rank.pool.sides.pools)
             ),
         }
 

@@ -1,4 +1,4 @@
-"""Memory of one batch, and how its bytes get there and away: on the host at once, on a device by a mover."""
+"""Memory of one batch, and how its bytes get there and away: by this thread at once, or by a mover."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ PageKeys = NDArray[np.uint64]
 Sums = NDArray[np.uint32]
 
 RAMP: Final = 4
-"""On a device the first batch of an operation, and its last, are smaller by this: others overlap them."""
+"""First and last batch of an operation are smaller by this where the mover is remote: others overlap them."""
 
 
 class Mover(Protocol):
-    """Copies between pages and host memory that sum what they move; `DeviceMover` is one.
+    """Copies between pages and host memory that sum what they move: `DeviceMover`, `HostMover`.
 
     Attributes:
         allocate: where host memory comes from that it is quick with; None: from anywhere.
+        remote: whether only it reaches the pages: what goes to tiers, or comes, passes through host memory.
     """
 
     allocate: Allocate | None
+    remote: bool
 
     def plan(self, program: Program, segments: tuple[int, ...]) -> Any:
-        """What it has to know of a program."""
+        """What it has to know of a program; None if it can not move it, which one that is remote can."""
         ...
 
     def out(
@@ -79,7 +81,8 @@ class Shard:
         batch_bytes: payload of one batch, at least one record.
 
     Attributes:
-        plan: the mover's, where there is one.
+        plan: the mover's; None: it does not move this.
+        remote: whether only the mover reaches the pages.
     """
 
     def __init__(
@@ -96,6 +99,11 @@ class Shard:
         self.staged_summer = SegmentSums((record.payload_bytes,), record.segments)
         self.batch_records = max(1, batch_bytes // record.payload_bytes)
         self.plan: Any = None
+        self.remote = False
+
+    def moved_by(self, mover: Mover) -> None:
+        """Let it work out what it needs; before anything is moved, since it may take a while."""
+        self.plan, self.remote = mover.plan(self.program, self.record.segments), mover.remote
 
     def keys(self, page_keys: PageKeys) -> RecordKeys:
         """Record keys [n] of some pages, uint64[n, 2]."""
@@ -104,7 +112,7 @@ class Shard:
     def batches(self, pages: int) -> Iterator[slice]:
         """So many pages, cut into batches."""
         most, at = self.batch_records, 0
-        small = max(1, most // RAMP) if self.plan is not None else most
+        small = max(1, most // RAMP) if self.remote else most
         while at < pages:
             left = pages - at
             size = small if at == 0 or left <= small else min(most, left - small if left > small else left)
@@ -174,8 +182,8 @@ class Landing:
             self._room.give_back()
 
 
-class DeviceLanding(Landing):
-    """A batch between pages on a device and host memory that a mover reaches.
+class MovedLanding(Landing):
+    """A batch between pages and host memory that a mover copies.
 
     Args:
         shard: of its records.

@@ -103,7 +103,7 @@ def make_parts(
     for part in parts:
         berths: dict[str, tuple[Berth, Workers]] = {}
         for name, (rank, crew) in crews.items():
-            pools = {side.key: side.pool for side in rank.pool.sides}
+            pools = {side.index.key: side.index for side in rank.pool.sides}
             berth = SideBerth(name, pools[part.space]) if part.space in pools else rank
             berths[name] = berth, Workers(model, part, crew, max_tp=max_tp)
         if not any(isinstance(berth, SideBerth) for berth, _ in berths.values()):

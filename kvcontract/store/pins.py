@@ -62,16 +62,18 @@ class Pins:
         return self._by_rank.total()
 
     def pin(self, rank: Rank, keys: Keys, scope: Scope, ttl_s: float, now: float) -> Pin:
-        """Hold the longest resident prefix of a chain (uint64[n, 2]) that may be held."""
-        hold = rank.pool.match(keys)
+        """Hold the longest prefix of a chain (uint64[n, 2]) that is resident, and may be held, in every pool."""
+        resident = rank.pool.probe(keys)
         with self._lock:
             left = min(
                 int(self._budget * rank.pool.total) - self._by_rank[rank.name],
                 int(self._quota * rank.pool.total) - self._by_scope[rank.name, scope],
             )
-            pages = max(0, min(hold.hit_pages, left))
-            refused = hold.hit_pages - pages
-            hold.trim(pages)
+            hold = rank.pool.match_whole(keys[: max(0, min(resident, left))])
+            if _in_the_way(rank):
+                hold.trim(0)
+            pages = hold.hit_pages
+            refused = max(0, resident - pages)
             self._last += 1
             pin = Pin(self._last, rank.name, pages * rank.pool.page_tokens, refused, now + ttl_s)
             if pages:
@@ -102,3 +104,8 @@ class Pins:
         """End all of them."""
         for number in list(self._open):
             self.unpin(number)
+
+
+def _in_the_way(rank: Rank) -> bool:
+    """Whether less is left beside the full pages than one request needs: it would wait until a pin ends."""
+    return any(side.pool.gauges().budget < side.lifetime(rank.pool.total) for side in rank.pool.sides)

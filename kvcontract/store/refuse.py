@@ -116,7 +116,7 @@ def _rank_faults(model: KvModel, ranks: Sequence[Rank]) -> list[str]:
             for number, memory in enumerate(rank.memory)
             for key, binding in memory.items()
         }
-        spaces, pooled = {part.space for part in parts(model)}, {side.key for side in rank.pool.sides}
+        spaces, pooled = {part.space for part in parts(model)}, {side.index.key for side in rank.pool.sides}
         if missing := sorted(spaces - pooled - {"full"}):
             faults.append(f"rank {rank.name!r}: no pool for {', '.join(missing)}; see `make_sides`")
         try:

@@ -233,7 +233,7 @@ class Resolver:
     async def _joint(self, sides: SideFetcher, search: Search) -> None:
         """A prefix that every part can be continued from: boundaries first, then what they need (R2)."""
         search.reached, full = search.at, search.policy.full_hit
-        pause = FIRST_PAUSE_S
+        rank, policy, pause = search.rank.name, search.policy, FIRST_PAUSE_S
         while not search.ask.cancelled:
             offers = await sides.offers(search)
             deepest = offers.boundaries[0] if offers.boundaries else 0
@@ -244,8 +244,13 @@ class Resolver:
                 search.limit(deepest)
             if search.short and not search.ask.cancelled:
                 await self._ask_tiers(search)
+            landed = not search.short
             await sides.bring(search, offers)
-            if not full or search.at == len(search.keys) or not await self._paused(search, pause):
+            if search.at == len(search.keys) or not (full and landed) or self._breaker.open(rank, policy):
+                return
+            if not await self._paused(search, pause):
+                search.degrade("full hit did not land in time")
+                self._breaker.cold(rank, policy)
                 return
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -104,7 +104,7 @@ class SideFetcher:
         """Where a request could go on; tiers are asked only if the device alone does not reach the end."""
         sides, size = search.rank.pool.sides, search.rank.pool.page_tokens
         pages, legal = len(search.keys), search.ask.media
-        here = {side.key: side.pool.present(search.keys) for side in sides}
+        here = {side.key: side.index.present(search.keys) for side in sides}
         found = Offers(covered(sides, size, here, pages, legal))
         if (found.boundaries and found.boundaries[0] == pages) or not pages:
             return found
@@ -118,13 +118,13 @@ class SideFetcher:
 
     async def _present(self, search: Search, side: Side, tier: Tier, here: Flags) -> Flags:
         """Which pages' state a tier has whole, where the device has not got it: bool[pages]."""
-        part, step, found = self._parts.get(side.key), search.step, np.zeros(len(here), np.bool_)
+        part, step, found = self._parts.get(side.index.key), search.step, np.zeros(len(here), np.bool_)
         if part is None or search.late():
             return found
         workers, count = part.workers[search.rank.name], len(here) // step
         by_record = here[: count * step].reshape(count, step)
         lack = ~by_record[:, -workers.record_pages :].all(axis=1)
-        if isinstance(side, Slotted):
+        if isinstance(side, Slotted) and side.window is None:
             ends = (np.arange(count) + 1) * step * side.pool.page_tokens
             lack &= ends % search.rank.pool.sides.granule_tokens == 0
         wanted = np.flatnonzero(lack)
@@ -188,7 +188,7 @@ class SideFetcher:
             numbers = side.needed(boundary)
             if not len(numbers):
                 continue
-            missing = numbers[~side.pool.present(search.keys[numbers])]
+            missing = numbers[~side.index.present(search.keys[numbers])]
             going = [
                 self._flights.get((search.rank.name, side.key, search.keys[number].tobytes()))
                 for number in missing.tolist()
@@ -197,7 +197,7 @@ class SideFetcher:
             left = missing[[flight is None for flight in going]]
             if not len(left):
                 continue
-            flight = Flight(side, self._parts[side.key], search.rank, left, search.keys[left].copy())
+            flight = Flight(side, self._parts[side.index.key], search.rank, left, search.keys[left].copy())
             self._open[flight] = None
             for name in flight.names:
                 self._flights[search.rank.name, side.key, name.tobytes()] = flight
@@ -226,7 +226,7 @@ class SideFetcher:
         """Start to load; False if there is no room, or it is nowhere any more."""
         workers, numbers = flight.workers, flight.numbers
         rows, spread = np.unique(numbers // search.step, return_inverse=True)
-        reserved = flight.side.pool.reserve(len(numbers))
+        reserved = flight.side.index.reserve(len(numbers))
         if reserved is None:
             search.degrade(f"no room in {flight.side.key}")
             return False
@@ -283,7 +283,7 @@ class SideFetcher:
 
     def _came(self, flight: Flight, reserved: Reservation, codes: Codes) -> None:
         """What came is named, whether anybody waits for it still or not (A4)."""
-        flight.side.pool.commit(reserved, flight.names, codes == Code.OK).release()
+        flight.side.index.commit(reserved, flight.names, codes == Code.OK).release()
         for code, count in enumerate(np.bincount(codes).tolist()):
             if count:
                 self._tally.count(f"blocks_{Code(code).name.lower()}_{flight.side.key}", count)

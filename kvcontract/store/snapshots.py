@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,15 +22,18 @@ from numpy.typing import NDArray
 from kvcontract.core.lane import Urgency
 from kvcontract.core.pending import report_uncaught
 from kvcontract.memory.device import StreamEvent
-from kvcontract.memory.slots import copy_slots
+from kvcontract.memory.slots import take_snapshots, written
 from kvcontract.pool.handles import Reservation
-from kvcontract.pool.holdings import SlotView
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.keys import Keyer
 from kvcontract.pool.request import RequestKv
+from kvcontract.pool.sides import Side, Windowed
 from kvcontract.store.rank import Rank
 from kvcontract.store.stats import Tally
 from kvcontract.store.workers import Crew
+
+KEPT_NAMES: Final = 4096
+"""Boundaries of which it is remembered how many requests began there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +68,16 @@ class Checkpoint:
     after: tuple[StreamEvent, ...] = ()
 
 
+Kept = dict[str, tuple[Pages, NDArray[np.uint32]]]
+"""By space, int32[n] blocks and uint32[n] generations of their occupants: a snapshot, or pages of a ring."""
+
+Slots = tuple[Kept, tuple[StreamEvent, ...]]
+"""What is kept, and events after which it is complete."""
+
+Staged = dict[str, tuple[Reservation, Keys]]
+"""By space, blocks that are filled, and what they are to be named."""
+
+
 class Snapshots:
     """Takes checkpoints, and remembers those of every request that goes on.
 
@@ -78,6 +93,7 @@ class Snapshots:
         self._tally = tally
         self._lock = threading.Lock()
         self._taken: WeakKeyDictionary[RequestKv, list[Checkpoint]] = WeakKeyDictionary()
+        self._shared: dict[bytes, int] = {}  # by name, how many requests began from a boundary
 
     def of(self, req: RequestKv) -> list[Checkpoint]:
         """Those of a request, in order."""
@@ -85,19 +101,29 @@ class Snapshots:
             return list(self._taken.get(req, ()))
 
     def take(self, rank: Rank, req: RequestKv) -> None:
-        """A checkpoint where the request stands, if one is wanted there and was not taken.
+        """Checkpoints that the last step has written, and one where the request stands, if one is wanted.
 
-        Never raises for what befalls it.
+        Never raises for what befalls them: a checkpoint is a chance, not a duty.
         """
-        boundary, taken = req.checkpoint, self.of(req)
-        if boundary is None or boundary != req.committed_tokens or req.released:
+        if req.released:
             return
-        if taken and taken[-1].boundary >= boundary:
+        for position in sorted(req.beside.emitted):
+            slots = req.beside.emitted.pop(position)
+            self._kept(rank, req, position, partial(self._emitted, rank, req, position, slots))
+        boundary = req.checkpoint
+        if boundary is None or boundary != req.committed_tokens:
             return
-        rolling = req.new_tokens > 0 and boundary > req.prompt_len
+        taken = self.of(req)
+        if not taken or taken[-1].boundary < boundary:
+            self._kept(rank, req, boundary, partial(self._snapshot, rank, req, boundary))
+
+    def _kept(self, rank: Rank, req: RequestKv, boundary: int, slots: Callable[[], Slots | None]) -> None:
+        """Make a checkpoint, and remember it."""
+        taken, rolling = self.of(req), req.new_tokens > 0 and boundary > req.prompt_len
         try:
-            made = self._made(rank, req, boundary, rolling=rolling)
-        except Exception as error:  # noqa: BLE001 - reported; a checkpoint is a chance, not a duty
+            found = slots()
+            made = None if found is None else self._made(rank, req, boundary, *found, rolling=rolling)
+        except Exception as error:  # noqa: BLE001 - reported
             self._tally.count("checkpoints_failed")
             report_uncaught(error)
             return
@@ -107,80 +133,140 @@ class Snapshots:
         self._tally.count("checkpoints_taken")
         with self._lock:
             kept = self._taken.setdefault(req, [])
-            old = kept.pop() if kept and kept[-1].rolling and rolling else None
+            if kept and kept[-1].rolling and rolling:
+                kept.pop()
             kept.append(made)
-        if old is not None:
-            for side in rank.pool.sides.slots:
-                if side.key in old.by_space:
-                    side.pool.demote(old.by_space[side.key].blocks.ravel())
+        self._outlived(rank, req, [item.boundary for item in taken], boundary)
 
-    def _made(self, rank: Rank, req: RequestKv, boundary: int, *, rolling: bool) -> Checkpoint | None:
-        """Copy what is to be copied, and say where it is."""
+    def _outlived(self, rank: Rank, req: RequestKv, earlier: list[int], boundary: int) -> None:
+        """A deeper checkpoint of one prompt makes others worth less, where nobody else leaves it (B14)."""
+        size, apart = rank.pool.page_tokens, req.checkpoints.branches(req.prompt_len)
+        if boundary in apart:
+            self._begun(req.keys[boundary // size - 1], 2)
+        if not earlier and req.hit_tokens and self._begun(req.keys[req.hit_tokens // size - 1], 1) == 1:
+            earlier = [req.hit_tokens]
+        pages = [position // size - 1 for position in earlier if position not in apart]
+        if pages:
+            for side in rank.pool.sides.slots:
+                side.index.demote(req.keys[pages])
+
+    def _begun(self, key: Keys, requests: int) -> int:
+        """So many requests more have begun, or will, at a boundary (uint64[2]); how many in all."""
+        name = key.tobytes()
+        with self._lock:
+            count = self._shared.pop(name, 0) + requests
+            self._shared[name] = count
+            while len(self._shared) > KEPT_NAMES:
+                del self._shared[next(iter(self._shared))]
+        return count
+
+    def _made(
+        self,
+        rank: Rank,
+        req: RequestKv,
+        boundary: int,
+        slots: Kept,
+        after: tuple[StreamEvent, ...],
+        *,
+        rolling: bool,
+    ) -> Checkpoint:
+        """What there is of a checkpoint, and where.
+
+        Args:
+            rank: of the request.
+            req: the request.
+            boundary: token position.
+            slots: what is kept of the slots.
+            after: events after which they are complete.
+            rolling: see `Checkpoint`.
+        """
         size, step = rank.pool.page_tokens, self._keyer.page_tokens // rank.pool.page_tokens
         pages, records = boundary // size, req.record_keys(self._keyer)
         found: dict[str, Artefact] = {}
-        for key, (numbers, blocks) in req.beside.at(pages).items():
-            generation = next(side for side in rank.pool.sides if side.key == key).pool.generation
-            whole = blocks.reshape(-1, step)
-            names = records[numbers.reshape(-1, step)[:, -1] // step]
-            found[key] = Artefact(names, whole.copy(), generation[whole])
-        slots = self._snapshot(rank, req, pages)
-        if slots is None:
-            return None
-        blocks_of, after = slots
-        last = records[pages // step - 1 : pages // step]
-        for key, (block, generation_of) in blocks_of.items():
-            found[key] = Artefact(last, np.array([[block]], np.int32), np.array([[generation_of]], np.uint32))
+        sides = {side.index.key: side for side in rank.pool.sides}
+        parts = {
+            key: (numbers, blocks, sides[key].index.generation[blocks])
+            for key, (numbers, blocks) in req.beside.at(pages).items()
+        }
+        parts |= {key: (sides[key].needed(pages), *kept) for key, kept in slots.items()}
+        for key, (numbers, blocks, generations) in parts.items():
+            by = step if _paged(sides[key]) else 1
+            names = records[numbers.reshape(-1, by)[:, -1] // step]
+            found[key] = Artefact(names, blocks.reshape(-1, by), generations.reshape(-1, by))
         return Checkpoint(boundary, rolling, found, after)
 
-    def _snapshot(
-        self, rank: Rank, req: RequestKv, pages: int
-    ) -> tuple[dict[str, tuple[int, int]], tuple[StreamEvent, ...]] | None:
+    def _snapshot(self, rank: Rank, req: RequestKv, boundary: int) -> Slots | None:
         """Copy every live slot of a request; where the copies are, or None without room for all."""
-        name = req.keys[pages - 1 : pages].copy()
-        found: dict[str, tuple[int, int]] = {}
+        pages = boundary // rank.pool.page_tokens
         with ExitStack() as undo:
-            staged: list[tuple[SlotView, Reservation]] = []
+            there: dict[str, NDArray[np.bool_]] = {}
+            staged: Staged = {}
+            pairs: dict[str, list[tuple[int, int]]] = {}
             for view in (view for view in req.beside.slots if view.side.stored):
-                pool = view.side.pool
-                there = pool.hold(name)
-                if there is not None:  # another request has been here
-                    with there:
-                        block = int(there.pages[0])
-                        found[view.key] = block, int(pool.generation[block])
+                pool, numbers = view.side.index, view.side.needed(pages)
+                there[pool.key] = pool.present(req.keys[numbers])  # another request has been here
+                names = req.keys[numbers[~there[pool.key]]].copy()
+                if not len(names):
                     continue
-                reserved = pool.reserve(1)
+                reserved = pool.reserve(len(names))
                 if reserved is None:
                     return None
-                staged.append((view, undo.enter_context(reserved)))
-            pairs = {view.key: [(view.slot, int(kept.pages[0]))] for view, kept in staged}
-            after = copy_slots(rank.memory, pairs)
-            for view, kept in staged:
-                block = int(kept.pages[0])
-                found[view.key] = block, int(view.side.pool.generation[block])
+                staged[pool.key] = undo.enter_context(reserved), names
+                places = view.places(pages)[~there[pool.key]]
+                pairs[pool.key] = list(zip(places.tolist(), reserved.pages.tolist(), strict=True))
+            after = take_snapshots(rank.memory, pairs)
             undo.pop_all()
-        self._publish(rank, staged, name, after)
-        return found, after
+        published = self._published(rank, staged, after)
+        return self._joined(req, pages, there, published), after
 
-    def _publish(
-        self,
-        rank: Rank,
-        staged: list[tuple[SlotView, Reservation]],
-        name: Keys,
-        after: tuple[StreamEvent, ...],
-    ) -> None:
-        """Let the copies be found, once they are complete (F2)."""
+    def _joined(self, req: RequestKv, pages: int, there: Mapping[str, NDArray[np.bool_]], new: Kept) -> Kept:
+        """What was there and what is new, in the order of the pages."""
+        found: Kept = {}
+        for view in (view for view in req.beside.slots if view.side.index.key in there):
+            pool, numbers = view.side.index, view.side.needed(pages)
+            blocks, generations = np.zeros(len(numbers), np.int32), np.zeros(len(numbers), np.uint32)
+            old = there[pool.key]
+            if old.any():
+                held = pool.hold(req.keys[numbers[old]])
+                if held is not None:  # else it has gone this very moment: it is not saved from here
+                    with held:
+                        blocks[old] = held.pages
+                        generations[old] = pool.generation[held.pages]
+            if pool.key in new:
+                blocks[~old], generations[~old] = new[pool.key]
+            found[pool.key] = blocks, generations
+        return found
+
+    def _emitted(self, rank: Rank, req: RequestKv, boundary: int, slots: dict[str, Reservation]) -> Slots:
+        """What the step itself has written."""
+        pages = boundary // rank.pool.page_tokens
+        after, name = written(rank.memory, slots), req.keys[pages - 1 : pages].copy()
+        staged: Staged = {key: (kept, name) for key, kept in slots.items()}
+        return self._published(rank, staged, after), after
+
+    def _published(self, rank: Rank, staged: Staged, after: tuple[StreamEvent, ...]) -> Kept:
+        """Let blocks be found, once they are complete (F2); where they are, and of which occupants."""
+        pools = {side.index.key: side.index for side in rank.pool.sides.slots}
+        found = {
+            key: (kept.pages.copy(), pools[key].generation[kept.pages]) for key, (kept, _) in staged.items()
+        }
 
         def publish() -> None:
             for event in after:
                 event.synchronize()
-            for view, kept in staged:
-                view.side.pool.commit(kept, name).release()
+            for key, (kept, names) in staged.items():
+                pools[key].commit(kept, names).release()
 
-        if not after:
+        if after:
+            self._crews[rank.name].members[0].lane.submit(_told(publish), Urgency.RESTORE)
+        else:
             publish()
-            return
-        self._crews[rank.name].members[0].lane.submit(_told(publish), Urgency.RESTORE)
+        return found
+
+
+def _paged(side: Side) -> bool:
+    """Whether what is kept of it are pages."""
+    return isinstance(side, Windowed) or side.window is not None
 
 
 def _told(work: Callable[[], None]) -> Callable[[], None]:

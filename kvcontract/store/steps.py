@@ -21,8 +21,8 @@ from kvcontract.memory.device import StreamEvent
 from kvcontract.memory.staging import Room, Staging
 from kvcontract.store.chain import Steps
 from kvcontract.store.landing import (
-    DeviceLanding,
     Landing,
+    MovedLanding,
     Mover,
     PageKeys,
     Shard,
@@ -40,12 +40,11 @@ class Ground(Protocol):
     """What a batch needs of its worker.
 
     Attributes:
-        mover: None where pages lie in host memory.
         staging: memory by verb.
     """
 
     clock: Clock
-    mover: Mover | None
+    mover: Mover
     staging: dict[str, Staging]
 
     def count(self, name: str) -> None:
@@ -76,7 +75,7 @@ class Save:
         """One batch."""
         del column
         keys, blocks, mover = shard.keys(self.page_keys[pages]), self.blocks[pages], self.ground.mover
-        if mover is not None and self.cipher is None and lends(self.tier):
+        if shard.plan is not None and self.cipher is None and lends(self.tier):
             return self._lent(self.tier, mover, shard, keys, blocks)
         return self._given(shard, keys, blocks)
 
@@ -110,7 +109,7 @@ class Save:
         try:
             if len(rows):
                 starts, header = loan.address[rows], shard.template.header_bytes
-                landing = DeviceLanding(
+                landing = MovedLanding(
                     shard,
                     blocks[rows],
                     starts + header,
@@ -150,7 +149,7 @@ class Load:
         """One batch."""
         keys, blocks, mover = shard.keys(self.page_keys[pages]), self.blocks[pages], self.ground.mover
         rows = self.table[pages, column]
-        if mover is not None and self.cipher is None and lends(self.tier):
+        if shard.plan is not None and self.cipher is None and lends(self.tier):
             return self._lent(self.tier, mover, shard, keys, blocks, rows)
         return self._given(shard, keys, blocks, rows)
 
@@ -176,9 +175,7 @@ class Load:
             codes = loan.codes.copy()
             codes[(loan.address == 0) & (codes == Code.OK)] = Code.FAILED  # nothing was lent: nothing came
             starts, header = loan.address[lent], shard.template.header_bytes
-            landing = DeviceLanding(
-                shard, blocks[lent], starts + header, mover=mover, urgency=Urgency.RESTORE
-            )
+            landing = MovedLanding(shard, blocks[lent], starts + header, mover=mover, urgency=Urgency.RESTORE)
             read_headers(starts, landing.headers)
             codes[lent] = yield from self._judged(landing, keys[lent], codes[lent], rows[lent])
             done[lent] = codes[lent] != Code.FAILED
@@ -274,7 +271,7 @@ def _landing(
     ground: Ground, shard: Shard, blocks: Blocks, use: _Use
 ) -> Generator[Pending[Any], Any, Landing | None]:
     """Memory for a batch; None if the deadline passed while others had it."""
-    kind = Landing if ground.mover is None else DeviceLanding
+    kind = MovedLanding if shard.remote else Landing
     need = kind.room_bytes(shard, len(blocks), staged=use.staged)
     room: Any = None
     if need:
@@ -291,10 +288,10 @@ def _landing(
             room.give_back()
             return None
     try:
-        if ground.mover is None:
+        if not shard.remote:
             return Landing(shard, blocks, room)
-        address = DeviceLanding.rows_of(shard, len(blocks), room)
-        return DeviceLanding(
+        address = MovedLanding.rows_of(shard, len(blocks), room)
+        return MovedLanding(
             shard, blocks, address, mover=ground.mover, urgency=use.urgency, after=use.after, room=room
         )
     except BaseException:

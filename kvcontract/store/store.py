@@ -174,6 +174,17 @@ class KvStore:
         """
         return self._seal(req, cls, after, handoff, last=False)
 
+    def checkpoint(self, req: RequestKv) -> None:
+        """Copy what stands beside full pages, if somebody wants to go on from where the request stands (F1).
+
+        To be called after the step that has ended there and before the next one; `seal` does so first.  Never
+        blocks and never raises for what befalls the copy: without room for it nobody goes on from there.
+
+        Raises:
+            UsageFault: the request is of a pool that is no rank of this store.
+        """
+        self._core.snapshots.take(self._core.rank_of(req), req)
+
     def retire(
         self,
         req: RequestKv,

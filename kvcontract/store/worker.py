@@ -6,8 +6,9 @@ address and length to a tier.  Loading is the same backwards, and nothing is rep
 every segment have been checked as they landed (E7).  Pages of a record whose code is not OK hold undefined
 bytes.
 
-Pages on a device are copied by a mover, several batches at a time, straight between them and the memory of a
-tier that lends it.
+Between pages and the memory of a tier that lends it, a mover copies straight, and sums as it goes: in threads
+where pages lie in host memory, beside a device in its streams, several batches at a time.  Other tiers reach
+pages in host memory themselves; what lies on a device, is converted or encrypted passes through staging.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvcontract.core.pending import Pending, all_of
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.copy import Blocks
 from kvcontract.memory.device import DeviceMover, StreamEvent
+from kvcontract.memory.host_mover import HostMover
 from kvcontract.memory.match import holds
 from kvcontract.memory.repack import compile_program
 from kvcontract.memory.staging import Staging
@@ -70,12 +72,13 @@ class Worker:
         staging_bytes: memory that operations may stage through at one time; beside a device, each way. None:
             STAGING_BYTES, or RING_BYTES.
         batch_bytes: payload that is moved between two looks at the deadline, and at what is more urgent.
-        mover: who copies; None: this thread, or where pages lie on a device, streams of its own.
+        mover: who copies; None: threads of its own or `lane`, or where pages lie on a device, streams of its
+            own.
         cipher: of what leaves the process; None: nothing is encrypted.
 
     Attributes:
         parts: what can be saved and loaded.
-        mover: who copies; None: this worker, in its lane.
+        mover: who copies.
         depth: batches of one operation that are on their way at one time.
         faults: the latest unexpected exceptions.
 
@@ -120,21 +123,21 @@ class Worker:
         # not thereby end a chain, whose memory may still be written (R3).
         self._running: dict[Op, Chain] = {}
         self._closed = False
-        self.mover = mover or self._device_mover(bindings)
-        self.depth = 1 if self.mover is None else DEPTH
-        if self.mover is None:
-            self.staging = dict.fromkeys(("save", "load"), Staging(staging_bytes or STAGING_BYTES))
-            return
+        self.mover = mover or self._own_mover(bindings, lane)
+        self.depth = DEPTH if self.mover.remote else 1
         for shard in self._every_shard():
-            shard.plan = self.mover.plan(shard.program, shard.record.segments)
-        size, allocate = staging_bytes or RING_BYTES, self.mover.allocate
-        self.staging = {verb: Staging(size, allocate) for verb in ("save", "load")}
+            shard.moved_by(self.mover)
+        if self.mover.remote:
+            size, allocate = staging_bytes or RING_BYTES, self.mover.allocate
+            self.staging = {verb: Staging(size, allocate) for verb in ("save", "load")}
+        else:
+            self.staging = dict.fromkeys(("save", "load"), Staging(staging_bytes or STAGING_BYTES))
 
-    def _device_mover(self, bindings: Mapping[str, Binding]) -> Mover | None:
-        """The one for the device that the pages lie on, if they do."""
+    def _own_mover(self, bindings: Mapping[str, Binding], lane: Lane | None) -> Mover:
+        """The one for where the pages lie."""
         devices = {bindings[part.space].device for part in self.parts}
         if all(device.type != "cuda" for device in devices):
-            return None
+            return HostMover(self.fault, lane)
         if len(devices) > 1:
             raise UsageFault(f"one worker's memory on several devices: {sorted(map(str, devices))}")
         largest = max(shard.batch_records * shard.record.payload_bytes for shard in self._every_shard())
@@ -216,7 +219,7 @@ class Worker:
         event: StreamEvent | None = None
         if callable(after):
             first = after
-        elif after is not None and self.mover is None:
+        elif after is not None and not self.mover.remote:
             first = after.synchronize
         else:
             event = after
@@ -276,7 +279,7 @@ class Worker:
             return {
                 "operations": len(self._running),
                 "staging_bytes": used,
-                **({} if self.mover is None else self.mover.stats()),
+                **self.mover.stats(),
                 **dict.fromkeys(("save_ok", "load_ok", "faults"), 0),
                 **self._counts,
             }
@@ -290,7 +293,7 @@ class Worker:
             all_of(running).wait(deadline - self.clock())
         except TimeoutError:
             return False
-        ended = self.mover is None or self.mover.close(max(0.0, deadline - self.clock()))
+        ended = self.mover.close(max(0.0, deadline - self.clock()))
         return (self.lane.close(max(0.0, deadline - self.clock())) and ended) if self._own_lane else ended
 
     def count(self, name: str, by: int = 1) -> None:

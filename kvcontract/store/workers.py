@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.snapshot import is_paged
 from kvcontract.contract.wire import Part
 from kvcontract.core.lane import Lane
 from kvcontract.core.pending import Pending, all_of
@@ -126,8 +127,7 @@ class Workers:
         self._cipher = crew.cipher
         self._workers = crew.members
         self.columns = part.shards(max_tp)
-        paged = model.group(part.groups[0]).kind == "paged"
-        self.record_pages = model.record_pages if paged else 1
+        self.record_pages = model.record_pages if is_paged(model.group(part.groups[0])) else 1
         self._reads = [np.array(worker.reads(part), np.int64) for worker in self._workers]
         self._writers = [worker for worker in self._workers if worker.writes(part)]
         written = sorted(shard for worker in self._writers for shard in worker.writes(part))

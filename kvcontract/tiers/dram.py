@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,11 @@ from kvcontract.tiers.base import (
 from kvcontract.tiers.dram_work import DramWork, Hold
 from kvcontract.tiers.lending import Loan
 from kvcontract.tiers.slots import Slot, Slots
+
+LOCKED_RECORDS: Final = 256
+"""Records of a loan that are seen to under the lock at one time: a lookup must not wait for all of them."""
+
+T = TypeVar("T")
 
 _Entry = tuple[Slot, int]  # a slot and the generation it was found in
 _Piece = tuple[int, int]  # address, bytes
@@ -283,16 +289,17 @@ class DramTier:
         if late or not self._slots.fits(record_bytes):
             given = [Code.EXPIRED if late else Code.TOO_LARGE] * len(names)  # H7
         else:
-            with self._lock:
-                self._settle_returns()
-                closed = work.closed
-                given = [Code.REFUSED] * len(names) if closed else []
-                for name in () if closed else names:
-                    try:
-                        given.append(self._taken(name, record_bytes, hold))
-                    except Exception as error:  # noqa: BLE001 - kept; it befalls one record (H1)
-                        faults.append(error)
-                        given.append(Code.FAILED)
+            for some in _shares(names):
+                with self._lock:
+                    self._settle_returns()
+                    for name in some:
+                        try:
+                            given.append(
+                                Code.REFUSED if work.closed else self._taken(name, record_bytes, hold)
+                            )
+                        except Exception as error:  # noqa: BLE001 - kept; it befalls one record (H1)
+                            faults.append(error)
+                            given.append(Code.FAILED)
         for fault in faults:
             work.fault(fault)
 
@@ -322,9 +329,10 @@ class DramTier:
         def ended(done: NDArray[np.bool_]) -> Codes:
             final = codes.copy()
             final[rows[~done[rows]]] = Code.FAILED
-            with self._lock:
-                for row, slot in lent:
-                    end(row, slot, bool(done[row]))
+            for some in _shares(lent):
+                with self._lock:
+                    for row, slot in some:
+                        end(row, slot, bool(done[row]))
             self._work.finish(verb, op, final)
             return final
 
@@ -412,3 +420,7 @@ class DramTier:
                 if entry is not None:
                     self._slots.unpin(entry[0])
         self._work.end_overdue()
+
+
+def _shares(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[at : at + LOCKED_RECORDS] for at in range(0, len(items), LOCKED_RECORDS))

@@ -115,12 +115,12 @@ def test_inspect_shows_where_the_bytes_go(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_models_lists_and_loads(capsys: pytest.CaptureFixture[str]) -> None:
-    """The installed plugin is listed with its distribution, and loads."""
+    """The installed plugins are listed with their distributions, and load."""
     code, found = run_json(capsys, "models", "--load")
     assert code == 0
-    assert {"name": "qwen3", "distribution": "kvc-qwen3", "status": "loads"}.items() <= found["models"][
-        0
-    ].items()
+    listed = {item["name"]: (item["distribution"], item["status"]) for item in found["models"]}
+    for name in ("gemma4", "qwen3", "qwen35"):
+        assert listed[name] == (f"kvc-{name}", "loads")
 
 
 def test_explain_one_and_all(capsys: pytest.CaptureFixture[str]) -> None:

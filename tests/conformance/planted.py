@@ -15,7 +15,19 @@ from kvcontract.contract.model import Scope
 from kvcontract.core.pending import Pending, wait_until
 from kvcontract.pool.keys import Keyer
 from kvcontract.pool.pool import BlockPool
-from kvcontract.store import answer, barriers, control, fetch, loads, marks, policy, seal, search, workers
+from kvcontract.store import (
+    answer,
+    barriers,
+    control,
+    fetch,
+    loads,
+    marks,
+    policy,
+    saver,
+    seal,
+    search,
+    workers,
+)
 from kvcontract.tiers.base import Code
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -194,7 +206,7 @@ def c12_the_first_copy_ends_it(patch: pytest.MonkeyPatch) -> None:
             pending.on_done(lambda value: out.done or out.settle((value,)))
         return out
 
-    patch.setattr(seal, "all_of", first_of)
+    patch.setattr(saver, "all_of", first_of)
 
 
 def r2_one_worker_is_enough(patch: pytest.MonkeyPatch) -> None:

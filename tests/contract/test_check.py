@@ -16,7 +16,6 @@ from kvcontract import (
     Repack,
     StaticScale,
     WeightIdentity,
-    Window,
 )
 from kvcontract.contract.check import check_model, static_clauses
 from kvcontract.contract.clauses import CLAUSES, LEVELS, clause
@@ -79,7 +78,7 @@ BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
         "KVC-DECL-13",
         "groups[0].reach",
         lambda: model(
-            groups=(Group(name="kv", kind="bounded", reach=Window(tokens=4)),),
+            groups=(Group(name="kv", kind="bounded", reach=Chunk(tokens=4)),),
             arenas=(Arena.planes(name="s", group="kv", fields=(STATE,)),),
         ),
     ),

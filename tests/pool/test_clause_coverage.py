@@ -1,4 +1,4 @@
-"""Every clause of behaviours B and D has a test that names it, here or in another room's tests."""
+"""Every clause of behaviours B, D and F has a test that names it, here or in another room's tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-CLAUSES = {*(f"B{number}" for number in range(1, 24)), *(f"D{number}" for number in range(1, 10))}
+CLAUSES = {
+    f"{letter}{number}" for letter, last in (("B", 23), ("D", 9), ("F", 8)) for number in range(1, last + 1)
+}
 
 
 def cited(text: str) -> set[str]:
     """Clause ids in a name (`test_b12_...`) or a docstring (`B12`)."""
-    found = re.findall(r"(?:^|_)([bd]\d+)(?=_)|\b([BD]\d+)\b", text)
+    found = re.findall(r"(?:^|_)([bdf]\d+)(?=_)|\b([BDF]\d+)\b", text)
     return {(name or doc).upper() for name, doc in found}
 
 
@@ -28,7 +30,7 @@ def citations() -> dict[str, set[str]]:
 
 
 def test_every_clause_is_named_by_a_test() -> None:
-    """B1 to B23 and D1 to D9: a clause without a test fails here."""
+    """B1 to B23, D1 to D9 and F1 to F8: a clause without a test fails here."""
     missing = sorted(CLAUSES - set().union(*citations().values()))
     assert not missing, f"no test names {', '.join(missing)}"
 

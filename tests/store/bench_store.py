@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -15,11 +15,15 @@ import torch
 
 from kvc_conformance.sim.loop import VirtualLoop
 from kvcontract import Arena, BlockPool, Field, Group, KvModel, KvStore, Rank, Scope, WeightIdentity, admit
-from kvcontract.contract.layout import layout
+from kvcontract.contract.layout import layout, space_key
+from kvcontract.contract.model import Chunk as ChunkReach
+from kvcontract.contract.model import Window
 from kvcontract.core.lane import InlineLane
 from kvcontract.core.pending import Pending
 from kvcontract.memory.binding import Binding
-from kvcontract.pool.request import RequestKv
+from kvcontract.pool.checkpoints import NO_CHECKPOINTS, Checkpoints
+from kvcontract.pool.request import Chunk, RequestKv
+from kvcontract.pool.sides import Slotted, make_sides
 from kvcontract.store.policy import KvPrefix, ResolvePolicy
 from kvcontract.store.seal import SealReport
 from kvcontract.tiers.base import (
@@ -40,19 +44,35 @@ PAGE: Final = 4
 SCOPE: Final = Scope(salt="tenant")
 
 
+KINDS: Final = {
+    "paged": (),
+    "windowed": (Group(name="near", reach=Window(tokens=6)),),
+    "hybrid": (Group(name="near", reach=ChunkReach(tokens=12)), Group(name="state", kind="bounded")),
+}
+"""What models keep beside full pages."""
+
+BLOCKS: Final = 96
+"""Of each other space: ample."""
+
+kind = "paged"
+"""Of the models that are made now; a fixture sets it."""
+
+
 def model_of(heads: int = 2, *, sharded: bool = True, **more: Any) -> KvModel:
-    """Two layers of one small plane each."""
+    """Two layers of one small plane each, and one more for whatever is kept beside."""
     axis = "head" if sharded else None
     plane = Field(name="kv", dtype="uint8", axes={"head": heads, "dim": 3}, shard_axis=axis)
+    beside = KINDS[kind] if "groups" not in more and "arenas" not in more else ()
     given: dict[str, Any] = {
         "contract": 1,
         "name": "toy",
         "weights": WeightIdentity(kind="unresolved"),
         "numerics": "test",
         "page_tokens": PAGE,
-        "groups": (Group(name="kv"),),
-        "arenas": tuple(
-            Arena.planes(name=f"layer.{i}", group="kv", layer=i, fields=(plane,)) for i in range(2)
+        "groups": (Group(name="kv"), *beside),
+        "arenas": (
+            *(Arena.planes(name=f"layer.{i}", group="kv", layer=i, fields=(plane,)) for i in range(2)),
+            *(Arena.planes(name=group.name, group=group.name, fields=(plane,)) for group in beside),
         ),
     }
     return KvModel(**{**given, **more})
@@ -205,16 +225,23 @@ class Setup:
     ) -> None:
         self.loop = VirtualLoop()
         self.model = model or model_of()
-        self.pool = BlockPool(pages=pages, page_tokens=PAGE, events=options.pop("log", None))
-        self.bindings = [
-            Binding.allocate(layout(self.model, number, tp).space("full"), blocks=pages)
+        spaces = layout(self.model).spaces
+        blocks = {space.key: BLOCKS for space in spaces} | {"full": pages}
+        sides = make_sides(self.model, blocks, max_step_tokens=64)
+        self.pool = BlockPool(pages=pages, page_tokens=PAGE, events=options.pop("log", None), sides=sides)
+        self.memory = [
+            {
+                space.key: Binding.allocate(space, blocks=blocks[space.key])
+                for space in layout(self.model, number, tp).spaces
+            }
             for number in range(tp)
         ]
+        self.bindings = [memory["full"] for memory in self.memory]
         claims = options.pop("claims", {})  # by name of the tier
         names = ("dram", "disk", "far")[:tiers]
         made = HeldTier if options.pop("silent", False) else TellingTier
         self.tiers = [made(self.loop.time, name, **claims.get(name, {})) for name in names]
-        ranks = [Rank(self.pool, [{"full": binding} for binding in self.bindings])]
+        ranks = [Rank(self.pool, self.memory)]
         options["save_budget"] = save_budget  # small pools: what is not about the budget is not shed
         self.store = KvStore(self.model, ranks, self.tiers, loop=self.loop, lane=InlineLane(), **options)
 
@@ -253,6 +280,7 @@ class Setup:
             keyer=self.store.keyer,
             scope=SCOPE,
             prefix=prefix,
+            checkpoints=everywhere(len(tokens)) if self.pool.sides else NO_CHECKPOINTS,
         )
         assert isinstance(answer, RequestKv), answer
         return answer
@@ -260,16 +288,37 @@ class Setup:
     def compute(self, tokens: list[int], prefix: KvPrefix | None = None) -> RequestKv:
         """A request whose prompt has been computed: every row written."""
         req = self.admit(tokens, prefix)
-        chunk = req.schedule_prefill(len(tokens))
-        for at in range(chunk.start, chunk.end):
-            block = int(chunk.pages["full"][at // PAGE])
-            content = torch.from_numpy(row(tokens[: at + 1], self.heads).copy())
-            for layer in range(2):
-                for worker, binding in enumerate(self.bindings):
-                    share = self.share(content[layer], worker)
-                    binding.views[f"layer.{layer}", "kv"][block, at % PAGE] = share
-        req.apply_prefill(chunk, 5)
+        while req.prefilling:
+            chunk = req.schedule_prefill(len(tokens))
+            for space, pairs in chunk.copies.items():
+                for memory in self.memory:
+                    memory[space].copy_blocks(pairs)
+            self.write(tokens, chunk)
+            req.apply_prefill(chunk, 5 if chunk.emits else None)
+            self.store.checkpoint(req)
         return req
+
+    def write(self, tokens: list[int], chunk: Chunk) -> None:
+        """What a step leaves: a row of every token in every layer, and a state."""
+        for at in range(chunk.start, chunk.end):
+            content = torch.from_numpy(row(tokens[: at + 1], self.heads).copy())
+            for worker, memory in enumerate(self.memory):
+                for arena, layer, where in self.places(chunk.pages, chunk.slots, at):
+                    view = memory[where[0]].views[arena, "kv"]
+                    view[where[1]] = self.share(content[layer], worker)
+
+    def places(
+        self, pages: Mapping[str, Any], slots: Mapping[str, int], at: int
+    ) -> Iterator[tuple[str, int, tuple[str, Any]]]:
+        """Arena, layer of the content, and (space, index) of what a token leaves in it."""
+        groups = {group.name: group for group in self.model.groups}
+        for number, arena in enumerate(self.model.arenas):
+            group = groups[arena.group]
+            key = space_key(group)
+            if group.kind == "bounded":
+                yield arena.name, number % 2, (key, slots[group.name])
+            elif key in pages and pages[key][at // PAGE]:
+                yield arena.name, number % 2, (key, (int(pages[key][at // PAGE]), at % PAGE))
 
     def stored(self, tokens: list[int]) -> SealReport:
         """Compute, retire, and evict from the device: afterwards only the tiers have it."""
@@ -282,32 +331,54 @@ class Setup:
         self.pool.set_retention(False)
         self.pool.set_retention(True)
         if self.pool.held == 0:
-            for binding in self.bindings:
-                for view in binding.views.values():
-                    view.fill_(0xEE)
+            for memory in self.memory:
+                for binding in memory.values():
+                    for view in binding.views.values():
+                        view.fill_(0xEE)
 
     def check_content(self, tokens: list[int], prefix: KvPrefix) -> None:
         """The rows of a hit are those of its tokens."""
         assert prefix.hold is not None
         pages = prefix.hold.pages.tolist()
         assert len(pages) * PAGE == prefix.hit_tokens  # A13
+        held, slots = {"full": np.array(pages)}, dict[str, int]()
+        for side in self.pool.sides:
+            assert prefix.hold.sides is not None
+            hold = prefix.hold.sides.by_key.get(side.key)
+            if isinstance(side, Slotted):
+                assert hold is not None
+                slots[side.group] = int(hold.pages[0])
+                continue
+            table = np.zeros(len(pages), np.int64)
+            if hold is not None:
+                table[side.needed(len(pages))] = hold.pages
+            assert (table[side.needed(len(pages))] > 0).all()
+            held[side.key] = table
         for at in range(prefix.hit_tokens):
             wanted = row(tokens[: at + 1], self.heads)
-            for layer in range(2):
-                for worker, binding in enumerate(self.bindings):
-                    found = binding.views[f"layer.{layer}", "kv"][pages[at // PAGE], at % PAGE].numpy()
+            for arena, layer, where in self.places(held, slots, at):
+                if isinstance(where[1], int) and at < prefix.hit_tokens - 1:
+                    continue  # a state is that of the last token
+                for worker, memory in enumerate(self.memory):
+                    found = memory[where[0]].views[arena, "kv"][where[1]].numpy()
                     share = self.share(wanted[layer], worker)
-                    assert (found == share).all(), f"token {at}, layer {layer}, worker {worker}"
+                    assert (found == share).all(), f"token {at}, {arena}, worker {worker}"
 
     def check_idle(self) -> None:
         """R8: nothing is held, pinned, leased or running; the books balance."""
         self.pool.check_books()
-        gauges = self.pool.gauges()
-        assert (gauges.held, gauges.pinned, gauges.entitled) == (0, 0, 0)
+        for pool in (self.pool, *(side.pool for side in self.pool.sides)):
+            gauges = pool.gauges()
+            assert (gauges.held, gauges.pinned, gauges.entitled) == (0, 0, 0)
         assert not any(self.store.stats().gauges.values()), self.store.stats().gauges
         for tier in self.tiers:
             stats = tier.stats()
             assert (stats["leases"], stats["operations"]) == (0, 0)
+
+
+def everywhere(tokens: int) -> Checkpoints:
+    """A checkpoint after every page: a hit may end where it would without anything beside."""
+    return Checkpoints(PAGE, tuple(range(PAGE, tokens + 1, PAGE)))
 
 
 @contextmanager

@@ -191,6 +191,7 @@ def _answer(tier: HeldTier, asked: list[tuple[str, Level]]) -> None:
 # C7
 
 
+@pytest.mark.paged
 def test_c7_a_handoff_is_confirmed_when_all_its_pages_are_kept() -> None:
     """C7: P waits for its own saves, not for those of others; then the pages cannot be evicted."""
     with setup() as s:
@@ -227,6 +228,7 @@ def test_c7_pages_that_are_stored_already_are_kept_for_the_handoff_too() -> None
         s.store.release_handoff("h")
 
 
+@pytest.mark.paged
 def test_c7_a_failed_handoff_says_why_and_a_later_seal_tries_again() -> None:
     """C7, C4, G9: what failed is told by reason; sealing under the same name saves what is missing."""
     with setup() as s:
@@ -280,6 +282,7 @@ def test_c7_a_handoff_has_a_name() -> None:
 # C11
 
 
+@pytest.mark.paged
 def test_c7_a_handoff_is_one_requests() -> None:
     """C7: a name that stands for other pages is refused; once released, it is free."""
     with _one_shared() as s:
@@ -294,6 +297,7 @@ def test_c7_a_handoff_is_one_requests() -> None:
         s.store.release_handoff("h")
 
 
+@pytest.mark.paged
 def test_c7_a_name_is_taken_again_while_the_old_saves_still_run() -> None:
     """C7: what the first handoff of that name saved says nothing about the second."""
     with _one_shared() as s:
@@ -310,6 +314,7 @@ def test_c7_a_name_is_taken_again_while_the_old_saves_still_run() -> None:
         s.store.release_handoff("h")
 
 
+@pytest.mark.paged
 def test_c11_a_reset_reaches_devices_and_tiers_and_says_which() -> None:
     """C11: afterwards nothing is found; a tier that cannot forget is named."""
     with setup(tiers=2) as s:
@@ -497,6 +502,7 @@ def test_prefix_caching_off_finds_saves_and_keeps_nothing() -> None:
         assert s.pool.cached == 4
 
 
+@pytest.mark.paged
 def test_retention_off_with_tiers_is_pure_tier_mode() -> None:
     """B12, design: devices keep nothing, tiers serve; the two switches do not disturb each other."""
     with setup() as s:
@@ -517,6 +523,7 @@ def test_retention_off_with_tiers_is_pure_tier_mode() -> None:
         assert s.pool.cached == 4
 
 
+@pytest.mark.paged
 def test_resolves_under_way_finish_under_the_old_setting() -> None:
     """Design: switched off while a restore is under way: it ends with what it restores, not kept after."""
     with setup() as s:

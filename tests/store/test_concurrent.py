@@ -34,6 +34,7 @@ def release(prefixes: list[KvPrefix]) -> list[int]:
 # A14, A16
 
 
+@pytest.mark.paged
 @pytest.mark.parametrize("stage", ["lookup", "load", None])
 def test_a16_one_cold_prefix_is_loaded_once(stage: str | None) -> None:
     """A16: whenever others come, one of them asks and loads, and all of them hit."""
@@ -56,6 +57,7 @@ def test_a16_one_cold_prefix_is_loaded_once(stage: str | None) -> None:
         assert (s.tier.count("lookup") - asked, s.tier.count("load")) == (1, 1)
 
 
+@pytest.mark.paged
 def test_a16_longer_prompts_go_on_from_what_another_loaded() -> None:
     """A16: prompts of several lengths share what they have in common; no page is loaded twice."""
     with setup() as s:
@@ -75,6 +77,7 @@ def test_a16_longer_prompts_go_on_from_what_another_loaded() -> None:
         assert [records for verb, records in s.tier.asked if verb == "load"] == [2, 2, 2]
 
 
+@pytest.mark.paged
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_a16_who_follows_does_not_depend_on_who_leads(how: str) -> None:
     """A16, A11: the leader leaves; the load goes on, and who follows hits what it brings."""
@@ -97,6 +100,7 @@ def test_a16_who_follows_does_not_depend_on_who_leads(how: str) -> None:
         assert s.tier.count("load") == 1
 
 
+@pytest.mark.paged
 def test_a16_the_leader_of_a_query_leaves() -> None:
     """A16: a query whose leader was cancelled is asked again by one of the others."""
     with setup() as s:
@@ -117,6 +121,7 @@ def test_a16_the_leader_of_a_query_leaves() -> None:
         assert s.tier.count("load") == 1
 
 
+@pytest.mark.paged
 def test_a16_two_look_ups_from_different_pages_load_once() -> None:
     """A16: the second began further along the chain; when both are answered, one of them loads."""
     with setup() as s:
@@ -158,6 +163,7 @@ def test_a16_who_follows_a_failed_load_tries_itself() -> None:
         assert release(s.loop.run(scenario())) == [0, 4]
 
 
+@pytest.mark.paged
 def test_a16_a_miss_is_a_miss_for_all_who_wait() -> None:
     """A16: a cold prefix that is nowhere is asked for once by many."""
     with setup() as s:
@@ -471,6 +477,7 @@ def test_two_hundred_resolves_make_progress_together() -> None:
         s.loop.run(scenario())
 
 
+@pytest.mark.paged
 def test_a7_a_tier_that_has_news_is_asked_when_it_says_so() -> None:
     """A7: where the tier tells when something has come, nobody polls it."""
     with setup() as s:
@@ -498,6 +505,7 @@ def test_a7_a_tier_that_has_news_is_asked_when_it_says_so() -> None:
         assert s.loop.time() == pytest.approx(0.7)
 
 
+@pytest.mark.paged
 def test_a7_only_the_last_page_is_asked_for_while_waiting() -> None:
     """A7: a parked resolve asks for the last key alone until it is there."""
     with setup() as s:

@@ -65,6 +65,7 @@ def test_a11_a_token_ends_a_resolve_with_an_empty_prefix(stage: str) -> None:
         assert token._callbacks == {}
 
 
+@pytest.mark.paged
 def test_a11_a_token_from_another_thread_ends_a_blocking_resolve() -> None:
     """A11: the façade's caller is released promptly."""
     from test_store import threaded  # noqa: PLC0415
@@ -236,6 +237,7 @@ def with_image(s: Setup, media: list[MediaItem], tokens: list[int]) -> RequestKv
     return req
 
 
+@pytest.mark.paged
 def test_media_are_part_of_the_name_and_are_not_cut() -> None:
     """D1, design: other images are other pages, and no hit ends inside an uncut one."""
     tokens = prompt(5)
@@ -257,6 +259,7 @@ def test_media_are_part_of_the_name_and_are_not_cut() -> None:
         assert s.store.probe(tokens, SCOPE, media=[dog]) == {"0": PAGE}
 
 
+@pytest.mark.paged
 def test_a_hit_that_would_end_inside_an_item_is_cut_to_its_start() -> None:
     """Design: the tier has the first half of an image only: the hit ends before it, surplus pages go back."""
     tokens, item = prompt(4), MediaItem(digest=b"x" * 16, start=PAGE, tokens=2 * PAGE)

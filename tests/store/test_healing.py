@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import pytest
 from bench_store import PAGE, SCOPE, Setup, prompt, setup
 
 from kvcontract.core.pending import Pending
@@ -35,6 +36,7 @@ def again(s: Setup, tokens: list[int]) -> SealReport:
 # C3
 
 
+@pytest.mark.paged
 def test_c3_pages_that_the_tier_evicted_are_saved_again() -> None:
     """C3: stored, still on the device, evicted below: the next request that matches them saves them."""
     with setup(pages=32) as s:
@@ -54,6 +56,7 @@ def test_c3_pages_that_the_tier_evicted_are_saved_again() -> None:
         prefix.release()
 
 
+@pytest.mark.paged
 def test_c3_only_what_was_lost_is_saved_again() -> None:
     """C3, E7: one page is quarantined below while it is resident: that one is saved."""
     with setup() as s:
@@ -68,6 +71,7 @@ def _quarantine(s: Setup, tokens: list[int], page: int, tier: int = 0) -> None:
         s.tiers[tier].inner.discard(lease, np.array([page]))
 
 
+@pytest.mark.paged
 def test_c3_what_is_lost_while_it_is_being_saved_is_not_known_to_be_stored() -> None:
     """C3: the tier loses a record before the save of its page has settled: it is saved again."""
     with setup(tp=2) as s:  # shard 0 lands, shard 1 is held back
@@ -85,6 +89,7 @@ def test_c3_what_is_lost_while_it_is_being_saved_is_not_known_to_be_stored() -> 
         assert s.store.retire(req).value.pages == 1
 
 
+@pytest.mark.paged
 def test_c3_c4_what_is_lost_while_it_is_saved_is_saved_again_for_who_retires_meanwhile() -> None:
     """C3, C4: retire relies on a save in flight; the tier loses the record before that save has settled."""
     with setup(tp=2) as s:
@@ -106,6 +111,7 @@ def test_c3_c4_what_is_lost_while_it_is_saved_is_saved_again_for_who_retires_mea
         prefix.release()
 
 
+@pytest.mark.paged
 def test_c3_what_is_lost_while_it_is_read_is_not_known_to_be_stored() -> None:
     """C3: a record goes while its page is restored from there: the next retire saves it again."""
     with setup() as s:
@@ -150,6 +156,7 @@ def test_c3_a_tier_that_cannot_tell_is_believed_for_a_while() -> None:
         assert again(s, TOKENS) == NOTHING
 
 
+@pytest.mark.paged
 def test_c3_marks_die_with_the_content_they_were_made_for() -> None:
     """C3: a page number that holds something else is not taken for what was stored before."""
     with setup(pages=6) as s:
@@ -160,6 +167,7 @@ def test_c3_marks_die_with_the_content_they_were_made_for() -> None:
 # Per tier
 
 
+@pytest.mark.paged
 def test_each_tier_gets_what_it_lacks() -> None:
     """C3, C4: one tier failed, the other did not: only the one is tried again."""
     with setup(tiers=2) as s:
@@ -227,6 +235,7 @@ def test_a_write_back_that_is_under_way_is_not_saved_twice() -> None:
 # C4
 
 
+@pytest.mark.paged
 def test_c4_a_save_that_fails_after_its_request_is_gone_is_tried_once_more() -> None:
     """C4, C6: retire finds the save in flight; it fails; the pages are still pinned and are saved again."""
     with setup() as s:
@@ -247,6 +256,7 @@ def test_c4_a_save_that_fails_after_its_request_is_gone_is_tried_once_more() -> 
         prefix.release()
 
 
+@pytest.mark.paged
 def test_c4_a_retry_that_fails_is_the_last() -> None:
     """C4, R5: a tier that never stores anything is not tried for ever."""
     with setup() as s:
@@ -259,6 +269,7 @@ def test_c4_a_retry_that_fails_is_the_last() -> None:
         assert saves(s) == [4, 4]
 
 
+@pytest.mark.paged
 def test_c4_a_failed_page_waits_for_retire() -> None:
     """C4: later seals of the request do not try it again and again."""
     with setup() as s:
@@ -273,6 +284,7 @@ def test_c4_a_failed_page_waits_for_retire() -> None:
 # C5
 
 
+@pytest.mark.paged
 def test_c5_cacheable_saves_are_shed_above_a_quarter_of_the_pool() -> None:
     """C5: the leading pages within the budget are saved, the others reported as shed; pins stay below it."""
     with setup(pages=17, save_budget=0.25) as s:
@@ -289,6 +301,7 @@ def test_c5_cacheable_saves_are_shed_above_a_quarter_of_the_pool() -> None:
         assert s.store.stats().counters["pages_not_saved_shed"] == 8
 
 
+@pytest.mark.paged
 def test_c5_what_a_retired_request_left_is_saved_when_pins_come_back() -> None:
     """C5: as long as it is resident, what was shed is tried again, within the budget each time."""
     with setup(pages=17, save_budget=0.25) as s:
@@ -303,6 +316,7 @@ def test_c5_what_a_retired_request_left_is_saved_when_pins_come_back() -> None:
         assert s.store.stats().hit_tokens["dram"] == 10 * PAGE
 
 
+@pytest.mark.paged
 def test_c5_r5_shed_pages_that_fail_are_not_tried_for_ever() -> None:
     """C5, R5: a tier that is full answers at once; each shed page has one turn, and then it is given up."""
     with setup(pages=17, save_budget=0.25) as s:
@@ -312,6 +326,7 @@ def test_c5_r5_shed_pages_that_fail_are_not_tried_for_ever() -> None:
         assert s.store.stats().gauges["shed"] == 0
 
 
+@pytest.mark.paged
 def test_c5_a_barrier_covers_what_was_shed() -> None:
     """C5, C8: flushed means that what was shed before has had its turn."""
     with setup(pages=17, save_budget=0.25) as s:
@@ -329,6 +344,7 @@ def test_c5_a_barrier_covers_what_was_shed() -> None:
         assert s.tier.stats()["records"] == 8
 
 
+@pytest.mark.paged
 def test_c5_what_was_shed_and_evicted_is_forgotten() -> None:
     """C5, R8: nothing waits for pages that are gone."""
     with setup(pages=17, save_budget=0.25) as s:
@@ -341,6 +357,7 @@ def test_c5_what_was_shed_and_evicted_is_forgotten() -> None:
         assert s.tier.stats()["records"] == 4
 
 
+@pytest.mark.paged
 def test_c5_handoff_saves_are_never_shed_and_do_not_eat_the_budget() -> None:
     """C5: a handoff pins what it needs; Cacheable saves beside it have their whole budget."""
     with setup(pages=25, save_budget=0.25) as s:
@@ -356,6 +373,7 @@ def test_c5_handoff_saves_are_never_shed_and_do_not_eat_the_budget() -> None:
         s.store.release_handoff("h")
 
 
+@pytest.mark.paged
 def test_c12_every_copy_is_awaited_whatever_the_others_say() -> None:
     """C12: with several tiers and workers, pages stay pinned until the last of all copies has ended."""
     with setup(tiers=2, tp=2) as s:

@@ -47,10 +47,11 @@ def model_of() -> KvModel:
     )
 
 
-class HostMover:
+class FarMover:
     """A mover over pages in host memory that copies in a lane, as a device does in its streams."""
 
     allocate: Allocate | None = None
+    remote = True
 
     def __init__(self, lane: Lane) -> None:
         self.lane, self.fails = lane, False
@@ -107,7 +108,9 @@ class HostMover:
         return True
 
 
-DEVICES = ["host", pytest.param("cuda", marks=pytest.mark.cuda)]
+DEVICES = ["near", "host", pytest.param("cuda", marks=pytest.mark.cuda)]
+"""Pages in host memory that tiers reach as well, that only a mover reaches, and on a device."""
+
 FORMS = ["page-first", "layer-first"]
 
 
@@ -129,7 +132,8 @@ class Side:
             }
             self.binding = Binding.of(space, tensors)
         if where == "host":
-            options.setdefault("mover", HostMover(options.pop("copies", InlineLane())))
+            options.setdefault("mover", FarMover(options.pop("copies", InlineLane())))
+        if where != "cuda":
             options.setdefault("lane", InlineLane())
         self.worker = Worker(model, layout(model), {"full": self.binding}, max_tp=1, **options)
         (self.part,) = self.worker.parts
@@ -210,7 +214,11 @@ def test_e7_what_was_saved_comes_back(where: str, form: str, *, lent: bool) -> N
         assert side.load(tier, pages, targets) == [OK] * 16
         assert side.equal(pages, targets)
         assert side.idle()
-        if not lent:
+        if where == "near":
+            straight = 16 * (side.record_bytes - 128) if lent and form == "page-first" else 0
+            stats = side.worker.stats()
+            assert (stats["host_bytes_out"], stats["host_bytes_in"]) == (straight, straight)
+        if not lent and where != "near":
             starts = np.concatenate([buffers.address[1::2] for buffers in tier.buffers])
             assert (starts % PAGE_BYTES == 0).all()
         assert side.worker.close(time.monotonic() + WAIT_S)
@@ -315,7 +323,7 @@ def test_r3_what_is_read_is_not_evicted() -> None:
 @pytest.mark.parametrize("lent", [True, False])
 def test_r4_a_device_that_fails_fails_pages_only(*, lent: bool) -> None:
     """R4, R3: of a copy that failed nothing is published, everything is given back, and work goes on."""
-    mover = HostMover(InlineLane())
+    mover = FarMover(InlineLane())
     side = Side("host", mover=mover)
     inner = side.tier(lane=InlineLane())
     tier: Any = inner if lent else Plain(inner)
@@ -402,9 +410,10 @@ class Step:
         raise AssertionError(stream)
 
 
-def test_c2_an_event_is_waited_for_where_bytes_are_read() -> None:
-    """C2: pages are read after the event; by the mover where there is one, else in the lane."""
-    side = Side("host")
+@pytest.mark.parametrize("where", ["near", "host"])
+def test_c2_an_event_is_waited_for_where_bytes_are_read(where: str) -> None:
+    """C2: pages are read after the event, which a remote mover waits for itself, and else the lane."""
+    side = Side(where)
     tier = side.tier(lane=InlineLane())
     (view, *_) = side.binding.views.values()
     op = side.save(tier, [1], [1], after=Step(lambda: view[1].fill_(5)))

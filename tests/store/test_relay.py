@@ -56,6 +56,7 @@ def only(s: Setup, number: int) -> dict[str, int]:
     return dict(prefix.sources)
 
 
+@pytest.mark.paged
 def test_pages_are_saved_to_the_tier_above_and_relayed_from_there() -> None:
     """The device gives each page once; what was relayed is found, whole, when the tier above is gone."""
     with back("disk") as s:
@@ -65,6 +66,7 @@ def test_pages_are_saved_to_the_tier_above_and_relayed_from_there() -> None:
         assert only(s, 1) == {"disk": 4 * PAGE}
 
 
+@pytest.mark.paged
 def test_a_chain_of_tiers_is_relayed_step_by_step() -> None:
     """Device to DRAM, DRAM to disk, disk to the far tier: the last has all once the barrier is reached."""
     with back("disk", "far") as s:
@@ -73,6 +75,7 @@ def test_a_chain_of_tiers_is_relayed_step_by_step() -> None:
         assert only(s, 2) == {"far": 4 * PAGE}
 
 
+@pytest.mark.paged
 @pytest.mark.parametrize("verb", ["lookup", "load", "save"])
 def test_no_device_page_is_pinned_while_a_relay_is_slow(verb: str) -> None:
     """A slow tier holds no page of the pool; `relays` is a gauge that returns to 0 (R8)."""
@@ -87,6 +90,7 @@ def test_no_device_page_is_pinned_while_a_relay_is_slow(verb: str) -> None:
         assert only(s, 1) == {"disk": 4 * PAGE}
 
 
+@pytest.mark.paged
 def test_relays_have_the_lowest_class_and_go_through_one_bounded_buffer() -> None:
     """A batch is never larger than the tier's own limit; batches follow each other."""
     policies = {"disk": TierPolicy(write="back", most_saving_bytes=400)}  # two pages of 176 B
@@ -105,6 +109,7 @@ def test_relays_have_the_lowest_class_and_go_through_one_bounded_buffer() -> Non
         assert BUFFER_BYTES > 400
 
 
+@pytest.mark.paged
 def test_c3_what_the_tier_above_loses_before_is_saved_anew() -> None:
     """C3: the loss is counted, and whoever retires the pages next heals both tiers."""
     with back("disk") as s:
@@ -130,6 +135,7 @@ def test_c3_what_the_tier_above_has_is_relayed_when_the_tier_below_lost_it() -> 
         assert only(s, 1) == {"disk": 4 * PAGE}
 
 
+@pytest.mark.paged
 @pytest.mark.parametrize(("tier", "verb"), [(0, "load"), (1, "save")])
 def test_c4_a_relay_that_fails_is_tried_again_at_retire(tier: int, verb: str) -> None:
     """C4, R8: it has one counted end; the next retire relays what is missing."""
@@ -142,6 +148,7 @@ def test_c4_a_relay_that_fails_is_tried_again_at_retire(tier: int, verb: str) ->
         assert counters(s)["pages_relayed_disk"] == 4
 
 
+@pytest.mark.paged
 def test_a_save_that_fails_above_ends_what_waits_for_it() -> None:
     """R8: pages that never reach the tier above are no relays any more, however long the chain is."""
     with back("disk", "far") as s:
@@ -155,6 +162,7 @@ def test_a_save_that_fails_above_ends_what_waits_for_it() -> None:
         assert only(s, 2) == {"far": 4 * PAGE}
 
 
+@pytest.mark.paged
 def test_pages_are_relayed_once_whoever_asks() -> None:
     """Two requests with the same pages, the second while the relay is under way: one copy."""
     with back("disk") as s:
@@ -185,6 +193,7 @@ def test_c8_barriers_cover_relays_of_what_was_submitted_before(level: Any) -> No
         s.loop.run(scenario())
 
 
+@pytest.mark.paged
 def test_c10_close_drains_relays_and_counts_those_that_were_not_made() -> None:
     """C10: under the deadline they end; after it none begins, and the report tells how many are left."""
     for held in (False, True):
@@ -255,6 +264,7 @@ def _note(tier: HeldTier, noted: list[tuple[str, SaveClass]]) -> None:
     tier.save = wrapped  # type: ignore[method-assign]
 
 
+@pytest.mark.paged
 def test_r5_a_look_up_that_never_answers_ends_its_relay() -> None:
     """R5, A2: at the tier's own deadline; the late lease is given back."""
     policies = {"disk": TierPolicy(write="back", save_deadline_s=3.0)}
@@ -267,6 +277,7 @@ def test_r5_a_look_up_that_never_answers_ends_its_relay() -> None:
         s.tiers[0].open("lookup")
 
 
+@pytest.mark.paged
 def test_a_relay_waits_for_the_loads_before_it() -> None:
     """Restores go first: a relay begins when they have ended, or after a while."""
     with back("disk") as s:
@@ -306,6 +317,7 @@ def test_promotion_goes_through_the_tier_above() -> None:
         assert only(s, 1) == {"disk": 4 * PAGE}
 
 
+@pytest.mark.paged
 @pytest.mark.parametrize("tp", [1, 2])
 def test_e3_all_shards_of_a_page_are_relayed(tp: int) -> None:
     """E3: with several workers a page is there below when every shard is."""
@@ -315,6 +327,7 @@ def test_e3_all_shards_of_a_page_are_relayed(tp: int) -> None:
         assert only(s, 1) == {"disk": 4 * PAGE}
 
 
+@pytest.mark.paged
 def test_records_of_several_pages_are_relayed_whole() -> None:
     """Marks are on the last page of a record; counters are of pages."""
     with back("disk", "far", model=model_of(key_tokens=2 * PAGE)) as s:

@@ -35,6 +35,7 @@ async def until(condition: Any) -> None:
     raise AssertionError("it never happened")
 
 
+@pytest.mark.paged
 def test_restores_from_the_tier_what_the_device_lost() -> None:
     """R2, A13, I6: pages come back with their bytes, and the sources name the tier."""
     with setup() as s:
@@ -47,6 +48,7 @@ def test_restores_from_the_tier_what_the_device_lost() -> None:
         prefix.release()
 
 
+@pytest.mark.paged
 def test_a1_a_tier_that_never_answers_costs_the_deadline_not_the_request() -> None:
     """A1: after the deadline the result is the device hit alone, with the reason."""
     with setup() as s:
@@ -195,6 +197,7 @@ def test_a6_every_branch_that_does_not_load_releases_its_lease() -> None:
         busy.release()
 
 
+@pytest.mark.paged
 def test_r2_a_hole_ends_the_hit() -> None:
     """R2: presence is per key; what lies behind a hole is not hit."""
     with setup() as s:
@@ -209,6 +212,7 @@ def test_r2_a_hole_ends_the_hit() -> None:
         assert s.tier.asked[1:] == [("lookup", 4), ("load", 2)]
 
 
+@pytest.mark.paged
 def test_a7_plain_mode_concludes_on_a_miss_at_once() -> None:
     """A7: no waiting in plain mode."""
     with setup() as s:
@@ -357,6 +361,7 @@ def test_a13_the_hold_pins_exactly_the_hit() -> None:
         prefix.release()
 
 
+@pytest.mark.paged
 @pytest.mark.parametrize("wrong", ["longer", "shorter", "table"])
 def test_a15_an_answer_of_another_shape_is_refused(wrong: str) -> None:
     """A15: an answer for more or fewer records than asked for is not believed; nothing is committed."""

@@ -21,6 +21,7 @@ def second_fails(codes: Codes) -> Codes:
     return np.where(np.arange(len(codes)) == 1, Code.FULL, codes).astype(np.uint8)
 
 
+@pytest.mark.paged
 def test_c1_pages_are_not_reissued_before_their_copy_has_landed() -> None:
     """C1, C6: retire does not block, and its pages stay resident and untouched until the save settles."""
     with setup(pages=6) as s:
@@ -38,6 +39,7 @@ def test_c1_pages_are_not_reissued_before_their_copy_has_landed() -> None:
         prefix.release()
 
 
+@pytest.mark.paged
 def test_c2_the_step_is_waited_for_before_the_first_byte_is_read() -> None:
     """C2: `after` is called before the copy; if it fails nothing is stored."""
     with setup() as s:
@@ -54,6 +56,7 @@ def test_c2_the_step_is_waited_for_before_the_first_byte_is_read() -> None:
         assert (report.saved, report.failed) == (0, {"failed": 2})
 
 
+@pytest.mark.paged
 def test_c3_matched_pages_that_are_stored_are_not_saved_again() -> None:
     """C3, C9: neither pages of an earlier request, nor restored ones; re-seal with nothing new is a no-op."""
     with setup() as s:
@@ -69,6 +72,7 @@ def test_c3_matched_pages_that_are_stored_are_not_saved_again() -> None:
         assert s.tier.count("save") == 1
 
 
+@pytest.mark.paged
 def test_c3_holes_heal() -> None:
     """C3: a page whose save failed is saved by the next request that matched it."""
     with setup() as s:
@@ -84,6 +88,7 @@ def test_c3_holes_heal() -> None:
         prefix.release()
 
 
+@pytest.mark.paged
 def test_c4_a_failed_page_is_tried_again_at_retire() -> None:
     """C4: the cursor moves on success, page by page."""
     with setup() as s:
@@ -97,6 +102,7 @@ def test_c4_a_failed_page_is_tried_again_at_retire() -> None:
         assert [records for verb, records in s.tier.asked if verb == "save"] == [4, 1]
 
 
+@pytest.mark.paged
 def test_c6_a_failed_save_is_counted_reported_and_released() -> None:
     """C6, R8: failure changes nothing for the request's pages."""
     with setup() as s:
@@ -125,6 +131,7 @@ def test_c6_retire_releases_whatever_seal_says() -> None:
                 verb(done)
 
 
+@pytest.mark.paged
 def test_a_page_that_is_being_saved_is_not_saved_twice() -> None:
     """B9: a page in two requests is in one save; the other request has nothing to do."""
     with setup() as s:
@@ -146,6 +153,7 @@ def test_c9_nothing_complete_is_nothing_to_do() -> None:
         assert s.tier.asked == []
 
 
+@pytest.mark.paged
 def test_c12_all_copies_are_awaited_before_anything_is_released() -> None:
     """C12: one tier fails at once, the other still reads the pages: they stay pinned."""
     with setup(tiers=2) as s:
@@ -188,6 +196,7 @@ def test_flush_loads_waits_for_abandoned_loads() -> None:
         assert s.pool.cached == 4
 
 
+@pytest.mark.paged
 def test_b12_without_retention_saves_still_land() -> None:
     """B12, C1: pages of a pool that keeps nothing stay pinned for their save, then are free."""
     with setup() as s:

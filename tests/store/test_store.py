@@ -51,6 +51,7 @@ def threaded(**claims: Any) -> Iterator[tuple[KvStore, Rank, HeldTier]]:
 # What is refused
 
 
+@pytest.mark.paged
 @pytest.mark.parametrize("claim", ["persistent", "shared"])
 def test_d6_kvc_offload_05_lasting_tiers_need_resolved_weights(claim: str) -> None:
     """D6, KVC-OFFLOAD-05: what outlives the process must name its weights, and needs the fleet's secret."""
@@ -65,6 +66,7 @@ def test_d6_kvc_offload_05_lasting_tiers_need_resolved_weights(claim: str) -> No
         assert store.max_tp == 8
 
 
+@pytest.mark.paged
 def test_kvc_offload_05_tiers_are_served_at_any_degree() -> None:
     """KVC-OFFLOAD-05, E3: several workers with tiers are served; a degree that does not fit is refused."""
     for tp in (1, 2):
@@ -94,6 +96,7 @@ def test_all_faults_are_named_at_once() -> None:
 # Closing
 
 
+@pytest.mark.paged
 def test_c10_close_waits_and_then_says_what_still_runs() -> None:
     """C10: at the deadline a running save keeps its pages, and the report counts it; again: the same."""
     with setup() as s:
@@ -123,6 +126,7 @@ def test_c10_close_drains_loads_and_saves() -> None:
         assert s.pool.cached == 6
 
 
+@pytest.mark.paged
 def test_c10_close_drains_what_a_retry_begins() -> None:
     """C10, C4: a save that fails while the store closes is tried again, and close waits for that too."""
     with setup() as s:
@@ -170,6 +174,7 @@ def test_c10_resolves_under_way_end_with_what_they_hold(stage: str) -> None:
         prefix.release()
 
 
+@pytest.mark.paged
 def test_c10_a_closed_store_refuses_and_can_be_closed_again() -> None:
     """C10: resolve and flush raise; a seal is refused page by page; retire releases; close is idempotent."""
     with threaded() as (store, rank, _):
@@ -189,6 +194,7 @@ def test_c10_a_closed_store_refuses_and_can_be_closed_again() -> None:
         assert rank.pool.gauges().held == 0
 
 
+@pytest.mark.paged
 def test_c10_many_threads_may_close_while_others_resolve() -> None:
     """C10: every resolve ends, with a prefix or the refusal; every close gets the one report."""
     with threaded() as (store, _, tier):
@@ -228,6 +234,7 @@ def test_the_facade_does_not_block_the_loop_it_needs() -> None:
 # Foreign loops
 
 
+@pytest.mark.paged
 def test_a11_cancelled_on_a_foreign_loop_gives_everything_back() -> None:
     """A11: cancelling there cancels the resolve here; a late lease goes back."""
     with threaded() as (store, rank, tier):
@@ -271,6 +278,7 @@ def test_a11_a_result_on_its_way_to_a_caller_who_left_is_undone() -> None:
     loop.stop()
 
 
+@pytest.mark.paged
 def test_resolves_from_several_loops_and_threads() -> None:
     """The store's verbs work from its own façade and from any loop."""
     with threaded() as (store, rank, _):
@@ -301,6 +309,7 @@ def test_the_prefix_without_a_store() -> None:
 # Everything at once
 
 
+@pytest.mark.paged
 def test_r8_threads_over_a_real_dram_tier_end_with_nothing_taken() -> None:
     """R8, R3, A6, C1: engines over a tier that evicts: bytes are right, gauges end at 0."""
     lane, rank = ThreadLane("copies", workers=2), rank_of(pages=24)
@@ -384,6 +393,7 @@ def _wrong_rows(rank: Rank, tokens: list[int], pages: list[int]) -> list[str]:
     ]
 
 
+@pytest.mark.paged
 def test_scope_defaults_to_nobody_in_particular() -> None:
     """D2: no scope is the empty scope."""
     with threaded() as (store, rank, _):

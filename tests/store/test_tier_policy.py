@@ -54,6 +54,7 @@ def test_h10_all_faults_of_policies_and_tiers_are_told_at_once() -> None:
         assert part in text, part
 
 
+@pytest.mark.paged
 def test_h7_a_tier_that_no_record_fits_into_is_left_alone() -> None:
     """H7: the others serve; what would be copied from it comes from the one above, or the device."""
     small = DramTier(64, lane=InlineLane(), name="small")
@@ -69,6 +70,7 @@ def test_h7_a_tier_that_no_record_fits_into_is_left_alone() -> None:
 # Bytes
 
 
+@pytest.mark.paged
 def test_c5_a_tier_takes_no_more_bytes_at_a_time_than_its_limit() -> None:
     """C5: the rest is shed for that tier alone, counted, and saved when there is room again."""
     with setup(tiers=2, options=options(disk=TierPolicy(most_saving_bytes=400))) as s:
@@ -84,6 +86,7 @@ def test_c5_a_tier_takes_no_more_bytes_at_a_time_than_its_limit() -> None:
         assert s.tiers[1].inner.stats()["records"] == 4
 
 
+@pytest.mark.paged
 def test_c5_what_is_shed_is_tried_once_however_often_it_fails() -> None:
     """C5, R5: a tier that fails everything does not make the line go round for ever."""
     with setup(tiers=2, options=options(disk=TierPolicy(most_saving_bytes=176))) as s:
@@ -101,6 +104,7 @@ def answer_all(tier: HeldTier) -> None:
         answer()
 
 
+@pytest.mark.paged
 def test_c4_who_waits_for_room_does_not_ask_for_the_same_try_again_and_again() -> None:
     """C4, R5: what is in flight while others wait is tried once more if it fails, not once for each look."""
     with setup(options=options(dram=TierPolicy(most_saving_bytes=176))) as s:
@@ -121,6 +125,7 @@ def test_c4_who_waits_for_room_does_not_ask_for_the_same_try_again_and_again() -
 # Time
 
 
+@pytest.mark.paged
 def test_a20_a_tier_has_its_own_time_and_the_next_is_asked() -> None:
     """A1, A20: a look-up ends at the tier's limit, not at the resolve's deadline."""
     with setup(tiers=2, options=options(dram=TierPolicy(load_deadline_s=0.5))) as s:
@@ -135,6 +140,7 @@ def test_a20_a_tier_has_its_own_time_and_the_next_is_asked() -> None:
         s.tiers[0].open("lookup")
 
 
+@pytest.mark.paged
 def test_a3_a_load_that_takes_too_long_gives_way_to_another_tier() -> None:
     """A3, A16, A20: pages stay with the slow load until it settles; its tier is not asked for them again."""
     with setup(tiers=2, options=options(dram=TierPolicy(load_deadline_s=0.5))) as s:

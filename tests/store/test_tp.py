@@ -31,6 +31,7 @@ def shard_lost(page: int, shard: int, shards: int) -> Any:
     return answer
 
 
+@pytest.mark.paged
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_e3_pages_come_back_to_every_worker(tp: int, *, sharded: bool) -> None:
@@ -62,6 +63,7 @@ def test_e3_records_are_restored_at_another_degree(writers: int, readers: int) -
         other.loop.close()
 
 
+@pytest.mark.paged
 @pytest.mark.parametrize("shard", [0, 1])
 def test_r2_a_page_without_one_shard_is_a_miss(shard: int) -> None:
     """R2, E3: AND over shards: whichever is missing, the hit ends before its page."""
@@ -114,6 +116,7 @@ def test_e3_a_late_restore_of_some_workers_registers_nothing() -> None:
         assert (s.pool.cached, s.pool.held) == (0, 0)
 
 
+@pytest.mark.paged
 def test_e3_a_save_is_stored_when_every_worker_has_stored_it() -> None:
     """E3, C4: one worker's failure leaves the page unsaved; the retry writes what is missing."""
     with setup(tp=2) as s:
@@ -149,6 +152,7 @@ def only_shard(shard: int, shards: int, pages: slice) -> Any:
     return answer
 
 
+@pytest.mark.paged
 def test_r2_a_page_may_be_pieced_together_from_several_tiers() -> None:
     """R2: along whichever tier: one has shard 0, the other shard 1; together they are the page."""
     with setup(tp=2, tiers=2) as s:
@@ -172,6 +176,7 @@ def test_r2_two_tiers_with_the_same_shard_are_no_page() -> None:
         assert all(tier.count("load") == 0 for tier in s.tiers)
 
 
+@pytest.mark.paged
 def test_r2_pieces_and_whole_pages_make_one_hit() -> None:
     """R2: whole pages of one tier, then pieces of two."""
     with setup(tp=2, tiers=2) as s:
@@ -206,6 +211,7 @@ def _hide(tier: Any, pages: set[tuple[int, ...]], shard: int) -> None:
     tier.inner.lookup = lookup
 
 
+@pytest.mark.paged
 def test_e3_workers_in_threads_of_their_own() -> None:
     """E3: without a lane each worker has its own thread; the rank ANDs what they say."""
     model, tp = model_of(4), 4

@@ -70,6 +70,7 @@ def test_pins_stay_within_budget_and_quota() -> None:
 # I6
 
 
+@pytest.mark.paged
 def test_i6_bytes_and_seconds_by_tier_and_direction() -> None:
     """I6: what settled, how much of it, and how long it took."""
     with setup() as s:
@@ -103,6 +104,7 @@ def test_i6_failed_pages_are_not_counted_as_moved() -> None:
 # I8
 
 
+@pytest.mark.paged
 def test_i8_a_tier_that_lacks_a_page_is_named() -> None:
     """I8: device and tiers, each with the first page that is missing there, and the groups."""
     with setup(tiers=2) as s:

@@ -42,13 +42,18 @@ PROMPT = list(range(13))
 
 
 class Wild:
-    """A DRAM tier of which one verb does something else."""
+    """A DRAM tier of which one verb does something else; it lends only if that is a verb of lending."""
 
     def __init__(self, tier: DramTier, verb: str, act: Any) -> None:
         self._tier, self._verb, self._act = tier, verb, act
 
     def __getattr__(self, name: str) -> Any:
+        if name in _LENDING and self._verb not in _LENDING:
+            raise AttributeError(name)
         return self._act if name == self._verb else getattr(self._tier, name)
+
+
+_LENDING = ("reserve", "borrow")
 
 
 def serve(store: KvStore, pool: BlockPool, binding: Binding) -> tuple[int, Any]:
@@ -78,12 +83,13 @@ def invented(keys: Any, *_: Any, **__: Any) -> Any:
     return Pending.of(np.full(len(keys), 200, np.uint8))
 
 
+@pytest.mark.parametrize("verb", ["save", "reserve"])
 @pytest.mark.parametrize("act", [boom, quits, invented, lambda *_, **__: None])
-def test_r8_a_save_always_settles(act: Any) -> None:
+def test_r8_a_save_always_settles(verb: str, act: Any) -> None:
     """Whatever a tier answers, the report comes, pins are back, the barrier ends, the store drains."""
     pool = BlockPool(9, PAGE)
     binding = Binding.allocate(layout(MODEL).space("full"), 9)
-    tier = Wild(DramTier(1 << 20), "save", act)
+    tier = Wild(DramTier(1 << 20), verb, act)
     store = KvStore(MODEL, [Rank(pool, {"full": binding})], [tier], save_budget=1.0)
     _, report = serve(store, pool, binding)
     assert (report.saved, report.failed) == (0, {"failed": 3})
@@ -93,7 +99,7 @@ def test_r8_a_save_always_settles(act: Any) -> None:
     pool.check_books()
 
 
-@pytest.mark.parametrize("verb", ["lookup", "load"])
+@pytest.mark.parametrize("verb", ["lookup", "load", "borrow"])
 @pytest.mark.parametrize("act", [boom, quits, lambda *_, **__: None, lambda *_, **__: Pending.of(None)])
 def test_r4_a_failing_look_up_or_load_is_a_shorter_hit(verb: str, act: Any) -> None:
     """The prompt is computed; no lease, reservation or hold stays out."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -30,8 +30,11 @@ from kvcontract.memory.binding import Binding
 from kvcontract.store.worker import Worker
 from kvcontract.tiers.base import Buffers, Code, Lease, Op, RecordKeys, SaveClass, Tier
 from kvcontract.tiers.dram import DramTier
+from kvcontract.tiers.lending import Loan
 
 PAGE, BLOCKS, FOREVER = 3, 9, math.inf
+
+T = TypeVar("T")
 
 
 def model_of(
@@ -405,9 +408,9 @@ def test_worker_and_tier_in_threads() -> None:
 
 
 def test_c10_close_says_when_something_runs() -> None:
-    """C10: close is bounded while a tier has not answered; what runs still ends."""
+    """C10: close is bounded while copies have not ended; what runs still ends."""
     lane = ManualLane()
-    tier, side = dram(lane=lane), Side(MODEL, max_tp=1)
+    tier, side = dram(), Side(MODEL, max_tp=1, lane=lane)
     op = side.worker.save(tier, side.part, keys([1]), np.array([1]), SaveClass.CACHEABLE, FOREVER)
     assert not side.worker.close(0.0)
     lane.drain()
@@ -508,13 +511,23 @@ def test_e2_an_optional_part_is_missed_alone_and_completed_later() -> None:
 class Watched:
     """A tier that says which batches begin, and lets something happen at one of them."""
 
-    def __init__(self, inner: DramTier) -> None:
-        self._inner = inner
+    def __init__(self, inner: DramTier, *, lends: bool) -> None:
+        self._inner, self._lends = inner, lends
         self.begun: list[str] = []
         self.at: dict[int, Callable[[], object]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        if name not in ("reserve", "borrow"):
+            return getattr(self._inner, name)
+        if not self._lends:
+            raise AttributeError(name)
+        return self._reserve if name == "reserve" else self._borrow
+
+    def _reserve(self, keys: RecordKeys, size: int, cls: SaveClass, deadline: float, **more: Any) -> Loan:
+        return self._begin(cls.value, lambda: self._inner.reserve(keys, size, cls, deadline, **more))
+
+    def _borrow(self, *args: Any) -> Loan:
+        return self._begin("restore", lambda: self._inner.borrow(*args))
 
     def save(self, keys: RecordKeys, buffers: Buffers, cls: SaveClass, deadline: float, **more: Any) -> Op:
         """A batch of a save begins."""
@@ -524,20 +537,20 @@ class Watched:
         """A batch of a restore begins."""
         return self._begin("restore", lambda: self._inner.load(*args))
 
-    def _begin(self, what: str, work: Callable[[], Op]) -> Op:
+    def _begin(self, what: str, work: Callable[[], T]) -> T:
         self.begun.append(what)
         self.at.pop(len(self.begun), lambda: None)()
         return work()
 
 
 @pytest.mark.parametrize("form", ["one operation", "many"])
-@pytest.mark.parametrize("tier_lane", ["inline", "later"])
-def test_copies_go_by_urgency(form: str, tier_lane: str) -> None:
+@pytest.mark.parametrize("kind", ["inline", "later", "lends"])
+def test_copies_go_by_urgency(form: str, kind: str) -> None:
     """Whatever waits: a restore begins next, then a Handoff save, then Cacheable ones, then write-back."""
     lane = ManualLane()
-    inner = dram(lane=InlineLane() if tier_lane == "inline" else lane)
+    inner = dram(lane=lane if kind == "later" else InlineLane())
     side = Side(MODEL, max_tp=1, lane=lane, batch_bytes=1)
-    watched = Watched(inner)
+    watched = Watched(inner, lends=kind == "lends")
     tier: Any = watched
 
     def save(pages: list[int], cls: SaveClass) -> Op:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import InlineLane, ManualLane, ThreadLane
 from kvcontract.tiers.base import Buffers, Code, Lease, RecordKeys, SaveClass, Tier, record_keys
-from kvcontract.tiers.dram import DramTier
+from kvcontract.tiers.dram import LOCKED_RECORDS, DramTier
 from kvcontract.tiers.lending import Loan
 
 BYTES = 192
@@ -592,3 +592,17 @@ def test_c10_nothing_is_lent_after_the_end() -> None:
     loan = tier.reserve(keys, 1024, SaveClass.CACHEABLE, math.inf)
     assert (loan.codes.tolist(), loan.rows.tolist()) == ([Code.REFUSED], [])
     assert tier.stats()["allocated_bytes"] == 0
+
+
+def test_h1_a_loan_may_be_of_very_many_records() -> None:
+    """H1, R3: a loan of more records than the lock is held for at one time ends record by record, too."""
+    count = 2 * LOCKED_RECORDS + 1
+    tier = tier_of(count)
+    numbers = range(1, count + 1)
+    loan = tier.reserve(keys_of(*numbers), BYTES, SaveClass.CACHEABLE, FOREVER)
+    assert len(set(loan.address.tolist()) - {0}) == count
+    done = np.arange(count) % 3 != 0
+    assert not any(present(tier, *numbers))
+    assert loan.end(done).tolist() == [Code.OK if whole else Code.FAILED for whole in done.tolist()]
+    assert present(tier, *numbers) == done.tolist()
+    assert tier.stats()["operations"] == 0
