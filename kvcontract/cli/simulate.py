@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 def command(
     opened: Launch | None,
     *,
+    model: Annotated[
+        str | None,
+        typer.Option(help="One of the small declarations alone: windowed, hybrid, ...", show_default=False),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds to play.")] = 2000,
     first: Annotated[int, typer.Option(help="The first seed.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Actions of a seed.", show_default=False)] = None,
@@ -38,14 +42,16 @@ def command(
     declarations of several kinds are simulated.  A violation is cut down to what it needs and written as
     a trace that `kvc replay` plays again.
 
-    Examples: kvc simulate --seeds 20000 · kvc simulate qwen3 · kvc simulate --first 4711 --seeds 1
+    Examples: kvc simulate --seeds 20000 · kvc simulate --model hybrid · kvc simulate qwen3
     """
     from kvc_conformance.sim import fleet  # noqa: PLC0415 - `kvc --help` must not pay for the suite
-    from kvc_conformance.sim.samples import samples  # noqa: PLC0415
+    from kvc_conformance.sim.samples import sample, samples  # noqa: PLC0415
     from kvc_conformance.sim.trace import STEPS  # noqa: PLC0415
 
     _refuse(out, seeds=seeds, first=first, steps=steps, jobs=jobs)
-    models = samples() if opened is None else (opened.model,)
+    if opened is not None and model is not None:
+        raise UsageFault(f"--model {model} and a model's name: give one of them")
+    models = (opened.model,) if opened is not None else samples() if model is None else (sample(model),)
     started, talk = time.monotonic(), view.console(sys.stderr)
 
     def tell(done: int) -> None:

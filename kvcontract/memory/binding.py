@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from kvcontract.contract.errors import EnvironmentFault, UsageFault
 from kvcontract.contract.layout import ArenaLayout, FieldLayout, Space
 from kvcontract.memory.host import aligned_memory
 from kvcontract.memory.slab import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from kvcontract.memory.device import StreamEvent
 
 CLAUSE: Final = "KVC-LAYOUT-05"
 _BYTE_BITS: Final = 8
@@ -195,6 +198,14 @@ class Binding:
         for view in self.views.values():
             for source, target in wanted:
                 view[target].copy_(view[source])
+
+    def event(self) -> StreamEvent | None:
+        """After which all that the device's work has queued by now is written; None: nothing ever waits."""
+        if self.device.type != "cuda":
+            return None
+        event: StreamEvent = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
+        event.record(torch.cuda.current_stream(self.device))  # type: ignore[attr-defined] # see engine/batch
+        return event
 
     @cached_property
     def views(self) -> dict[tuple[str, str], Tensor]:

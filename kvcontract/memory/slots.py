@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from kvcontract.contract.model import TOKEN_AXIS
@@ -74,11 +73,6 @@ def _place(view: Tensor, number: int, axis: int | None, other: Tensor) -> Tensor
 def written(workers: Sequence[Mapping[str, Binding]], spaces: Iterable[str]) -> tuple[StreamEvent, ...]:
     """Events after which all that is queued by now has been written in some spaces; none on the host."""
     wanted = list(spaces)
-    devices = {memory[space].device for memory in workers for space in wanted}
-    events: list[StreamEvent] = []
-    for device in sorted(devices, key=str):
-        if device.type == "cuda":
-            event: StreamEvent = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own stub
-            event.record(torch.cuda.current_stream(device))  # type: ignore[attr-defined] # see engine/batch
-            events.append(event)
-    return tuple(events)
+    devices = {str(memory[space].device): memory[space] for memory in workers for space in wanted}
+    events = (devices[name].event() for name in sorted(devices))
+    return tuple(event for event in events if event is not None)

@@ -170,11 +170,12 @@ class StoreCore:
             self.pages, self.sides = make_parts(
                 model, allowed.parts, crews, self.max_tp, ground, options.events
             )
+            self._connect_saves(ranks)
             self._connect(ranks)
             undo.pop_all()
 
-    def _connect(self, ranks: Sequence[Rank]) -> None:
-        tell, clock, pages = self.options.events is not None, self.clock, self.pages
+    def _connect_saves(self, ranks: Sequence[Rank]) -> None:
+        clock, pages = self.clock, self.pages
         self.sealer = Sealer(
             pages.known,
             self.policies,
@@ -184,29 +185,35 @@ class StoreCore:
             self.tally,
             clock.time,
             budget=self.options.save_budget,
-            tell=tell,
+            tell=self.options.events is not None,
             key_of=self.key_of,
         )
         common, share = (self.tally, clock.time), self.options.save_budget
         self.side_savers = {
-            key: SideSaver(item.known, self.policies, item.relays, item.berths, *common, budget=share)
+            key: SideSaver(
+                item.known, self.policies, item.relays, item.berths, *common, budget=share, growing=False
+            )
             for key, item in self.sides.items()
         }
         self.snapshots = Snapshots(self.record_keyer, self.crews, self.tally)
+
+    def _connect(self, ranks: Sequence[Rank]) -> None:
+        tell, clock = self.options.events is not None, self.clock
         self.cost = CostModel(self.options.cost, self.tally)
         self.lines = Lines()
+        limits_s = [policy.load_deadline_s for policy in self.policies]
         self.fetcher = Fetcher(
             self.tiers,
             tally=self.tally,
             loads=self.loads,
             cost=self.cost,
             lines=self.lines,
-            limits_s=[policy.load_deadline_s for policy in self.policies],
+            limits_s=limits_s,
         )
         self.explanations = Explanations(self._known_elsewhere)
-        groups = [group for part in (pages, *self.sides.values()) for group in part.part.groups]
+        groups = [group for part in self.parts for group in part.part.groups]
         answers = Answers(groups, self.tiers, self.tally, self.explanations)
-        self.side_fetcher = SideFetcher(self.sides, self.tiers, self.tally, clock.time)
+        self.side_fetcher = SideFetcher(self.sides, self.tiers, self.tally, clock.time, limits_s=limits_s)
         self.resolver = Resolver(
             self.keyer,
             self.record_keyer,

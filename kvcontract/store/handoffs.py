@@ -80,11 +80,13 @@ class Handoffs:
     Args:
         tiers: how many tiers they go to.
         record_pages: pages of a record.
+        growing: a request's records are added to those that it had; else each seal's replace them.
     """
 
-    def __init__(self, tiers: int, record_pages: int) -> None:
+    def __init__(self, tiers: int, record_pages: int, *, growing: bool = True) -> None:
         self._tiers = tiers
         self._step = record_pages
+        self._growing = growing
         self._lock = threading.Lock()
         self._kept: dict[str, Handoff] = {}
 
@@ -93,7 +95,7 @@ class Handoffs:
 
         Args:
             name: of the handoff.
-            keys: uint64[n, 2], of the request's complete records.
+            keys: uint64[n, 2], of the request's complete records, or those of its latest checkpoint.
 
         Returns:
             The handoff; bool[n] by tier, records that count as being saved from now on.
@@ -103,6 +105,8 @@ class Handoffs:
         """
         with self._lock:
             kept = self._kept.setdefault(name, self._new(name))
+            if not self._growing and not np.array_equal(kept.keys, keys):
+                kept = self._kept[name] = self._replaced(kept, keys)
             shared = min(len(kept.keys), len(keys))
             if not np.array_equal(kept.keys[:shared], keys[:shared]):
                 raise UsageFault(f"handoff {name!r} is another request's; release it, or take another name")
@@ -119,6 +123,19 @@ class Handoffs:
                 todo.append((kept.codes[tier][:count] != Code.OK) & ~kept.flying[tier][:count])
                 kept.flying[tier][:count] |= todo[-1]
         return kept, todo
+
+    def _replaced(self, old: Handoff, keys: Keys) -> Handoff:
+        """A handoff of other records, of which those that a tier keeps already need not be given to it."""
+        new, where = self._new(old.name), {key.tobytes(): at for at, key in enumerate(old.keys)}
+        at = np.array([where.get(key.tobytes(), -1) for key in keys], np.int64)
+        new.keys = keys.copy()
+        for tier, codes in enumerate(old.codes):
+            there = np.isin(at, np.flatnonzero(codes == Code.OK))
+            new.codes[tier] = np.where(there, np.uint8(Code.OK), np.uint8(_UNTRIED))
+            new.flying[tier] = np.zeros(len(keys), np.bool_)
+        for save in list(old.open):  # they go on, and whoever waits for the handoff waits for them
+            self._watch(new, save)
+        return new
 
     def _new(self, name: str) -> Handoff:
         return Handoff(
@@ -137,7 +154,10 @@ class Handoffs:
     def watch(self, handoff: Handoff, save: Pending[Any]) -> None:
         """A save belongs to a handoff until it settles."""
         with self._lock:
-            handoff.open[save] = None
+            self._watch(handoff, save)
+
+    def _watch(self, handoff: Handoff, save: Pending[Any]) -> None:
+        handoff.open[save] = None
         save.on_done(lambda _: handoff.open.pop(save, None))
 
     def open(self, name: str) -> Sequence[Pending[Any]]:

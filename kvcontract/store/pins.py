@@ -62,7 +62,7 @@ class Pins:
         return self._by_rank.total()
 
     def pin(self, rank: Rank, keys: Keys, scope: Scope, ttl_s: float, now: float) -> Pin:
-        """Hold the longest prefix of a chain (uint64[n, 2]) that is resident, and may be held, in every pool."""
+        """Hold the longest prefix of a chain (uint64[n, 2]) resident in every pool, that may be held."""
         resident = rank.pool.probe(keys)
         with self._lock:
             left = min(

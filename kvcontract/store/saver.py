@@ -39,6 +39,7 @@ class Saver:
         tally: where everything is counted.
         clock: the store's.
         budget: share of a pool that saves may pin which may be shed.
+        growing: see `Handoffs`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Saver:
         clock: Clock,
         *,
         budget: float,
+        growing: bool = True,
     ) -> None:
         self._known = tuple(known)
         self._policies = tuple(policies)
@@ -71,7 +73,7 @@ class Saver:
         self._expected = Expectations(known, relays, clock)
         shared = [number for number, item in enumerate(known) if item.tier.capabilities.shared]
         self._visible = shared or list(range(len(self._known)))  # where another engine looks
-        self.handoffs = Handoffs(len(self._visible), self._step)
+        self.handoffs = Handoffs(len(self._visible), self._step, growing=growing)
 
     @property
     def saves(self) -> tuple[Pending[None], ...]:

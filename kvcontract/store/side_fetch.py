@@ -8,6 +8,7 @@ boundary, and what is held beyond it is let go (F5).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Offers:
     by_tier: dict[str, list[Flags]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Flight:
     """Blocks of one space that are looked for, and on their way.
 
@@ -53,6 +54,7 @@ class Flight:
         numbers: int64[n], pages whose state it is.
         names: uint64[n, 2], by which that is found on the device.
         ended: settles when it is there, or is not.
+        until: when its tiers have had their time, and nobody waits for it any more.
     """
 
     side: Side
@@ -61,6 +63,7 @@ class Flight:
     numbers: NDArray[np.int64]
     names: Keys
     ended: Pending[None] = field(default_factory=Pending)
+    until: float = math.inf
 
     @property
     def workers(self) -> Workers:
@@ -81,13 +84,21 @@ class SideFetcher:
         tiers: asked in order.
         tally: where everything is counted.
         clock: the store's.
+        limits_s: by tier, longest time that it may take to answer; None: until the resolve's own deadline.
     """
 
     def __init__(
-        self, parts: Mapping[str, PartStore], tiers: Sequence[Tier], tally: Tally, clock: Clock
+        self,
+        parts: Mapping[str, PartStore],
+        tiers: Sequence[Tier],
+        tally: Tally,
+        clock: Clock,
+        *,
+        limits_s: Sequence[float | None],
     ) -> None:
         self._parts = parts
         self._tiers = tuple(tiers)
+        self._limits_s = {tier.name: limit or math.inf for tier, limit in zip(tiers, limits_s, strict=True)}
         self._tally = tally
         self._clock = clock
         self._flights: dict[tuple[str, str, bytes], Flight] = {}
@@ -139,11 +150,15 @@ class SideFetcher:
             found[(there + 1) * step - 1 - page] = True
         return found
 
+    def _deadline(self, search: Search, *tiers: Tier) -> float:
+        """Until when tiers may take: the resolve's deadline or their own limits, whichever is first (A20)."""
+        return min(search.deadline, *(self._clock() + self._limits_s[tier.name] for tier in tiers))
+
     async def _lookup(self, search: Search, workers: Workers, tier: Tier, names: Keys) -> Lease | None:
-        keys = workers.record_keys(names)
-        query = tier.lookup(keys, search.deadline)
+        keys, deadline = workers.record_keys(names), self._deadline(search, tier)
+        query = tier.lookup(keys, deadline)
         try:
-            lease = await wait_until(query, search.deadline)
+            lease = await wait_until(query, deadline)
         except BaseException as error:
             query.on_done(Lease.release)  # A2
             if not isinstance(error, TimeoutError):
@@ -183,7 +198,7 @@ class SideFetcher:
 
     async def _fetched(self, search: Search, offers: Offers, boundary: int) -> bool:
         """Load what a boundary needs and the device has not got, all of it at once; whether all came."""
-        joined: dict[Pending[None], None] = {}
+        joined: dict[Flight, None] = {}
         for side in search.rank.pool.sides:
             numbers = side.needed(boundary)
             if not len(numbers):
@@ -193,7 +208,7 @@ class SideFetcher:
                 self._flights.get((search.rank.name, side.key, search.keys[number].tobytes()))
                 for number in missing.tolist()
             ]
-            joined |= dict.fromkeys(flight.ended for flight in going if flight is not None)  # A16
+            joined |= dict.fromkeys(flight for flight in going if flight is not None)  # A16
             left = missing[[flight is None for flight in going]]
             if not len(left):
                 continue
@@ -209,13 +224,13 @@ class SideFetcher:
                     self._over(flight)
             if not begun:
                 return False  # what has begun ends by itself, and is found by whoever comes next
-            joined[flight.ended] = None
+            joined[flight] = None
         return await self._landed(search, list(joined))
 
-    async def _landed(self, search: Search, pendings: Sequence[Pending[None]]) -> bool:
+    async def _landed(self, search: Search, flights: Sequence[Flight]) -> bool:
         try:
-            for pending in pendings:
-                await wait_until(pending, search.deadline)
+            for flight in flights:
+                await wait_until(flight.ended, min(search.deadline, flight.until))
         except TimeoutError:
             self._tally.count("loads_abandoned")
             search.degrade("state did not land in time")
@@ -224,29 +239,37 @@ class SideFetcher:
 
     async def _begin(self, search: Search, flight: Flight, by_tier: Sequence[Flags]) -> bool:
         """Start to load; False if there is no room, or it is nowhere any more."""
-        workers, numbers = flight.workers, flight.numbers
-        rows, spread = np.unique(numbers // search.step, return_inverse=True)
-        reserved = flight.side.index.reserve(len(numbers))
-        if reserved is None:
-            search.degrade(f"no room in {flight.side.key}")
-            return False
+        workers, records = flight.workers, np.unique(flight.numbers // search.step)
         with ExitStack() as owned:
-            owned.enter_context(reserved)
-            blocks = np.zeros((len(rows), workers.record_pages), np.int32)
-            blocks[spread, numbers % workers.record_pages] = reserved.pages
-            sources = await self._sources(search, workers, by_tier, rows, owned)
+            sources = await self._sources(search, workers, by_tier, records, owned)
             if sources is None:
                 search.degrade(f"state in {flight.side.key} is gone")
                 return False
-            records, begun = search.records[rows], self._clock()
-            op = workers.load(sources, records, blocks, search.deadline, key=search.ask.key)
+            left = ~flight.side.index.present(flight.names)  # A17: some may have come meanwhile
+            numbers, names = flight.numbers[left], flight.names[left]
+            rows, spread = np.unique(numbers // search.step, return_inverse=True)
+            sources = _of_rows(sources, np.isin(records, rows))
+            if not len(rows):
+                self._over(flight)
+                return True
+            reserved = flight.side.index.reserve(len(numbers))
+            if reserved is None:
+                search.degrade(f"no room in {flight.side.key}")
+                return False
+            owned.enter_context(reserved)
+            blocks = np.zeros((len(rows), workers.record_pages), np.int32)
+            blocks[spread, numbers % workers.record_pages] = reserved.pages
+            keys, begun = search.records[rows], self._clock()
+            flight.until = self._deadline(search, *(source.tier for source in sources))
+            op = workers.load(sources, keys, blocks, flight.until, key=search.ask.key)
             kept = owned.pop_all()
 
         def end(verdict: Verdict) -> None:
             try:
-                self._came(flight, reserved, verdict.codes[spread])
-                ok = verdict.codes[spread] == Code.OK
-                self._told(flight, sources, blocks[spread[ok], -1], records[spread[ok]], begun)
+                codes = verdict.codes[spread]
+                self._came(flight.side, reserved, names, codes)
+                ok = codes == Code.OK
+                self._told(flight, sources, blocks[spread[ok], -1], keys[spread[ok]], begun)
             finally:
                 kept.close()
                 self._over(flight)
@@ -281,12 +304,12 @@ class SideFetcher:
             found.append(Source(tier, lease, given))
         return None if left.any() else found
 
-    def _came(self, flight: Flight, reserved: Reservation, codes: Codes) -> None:
+    def _came(self, side: Side, reserved: Reservation, names: Keys, codes: Codes) -> None:
         """What came is named, whether anybody waits for it still or not (A4)."""
-        flight.side.index.commit(reserved, flight.names, codes == Code.OK).release()
+        side.index.commit(reserved, names, codes == Code.OK).release()
         for code, count in enumerate(np.bincount(codes).tolist()):
             if count:
-                self._tally.count(f"blocks_{Code(code).name.lower()}_{flight.side.key}", count)
+                self._tally.count(f"blocks_{Code(code).name.lower()}_{side.key}", count)
 
     def _told(
         self, flight: Flight, sources: Sequence[Source], blocks: Pages, records: Keys, begun: float
@@ -308,6 +331,12 @@ class SideFetcher:
         for name in flight.names:
             self._flights.pop((flight.rank.name, flight.side.key, name.tobytes()), None)
         flight.ended.settle(None)
+
+
+def _of_rows(sources: Sequence[Source], rows: Flags) -> list[Source]:
+    """Of some records, those that are wanted; without the sources of none of them."""
+    mine = [Source(source.tier, source.lease, source.rows[rows]) for source in sources]
+    return [source for source in mine if (source.rows >= 0).any()]
 
 
 def settle(search: Search) -> None:

@@ -145,7 +145,9 @@ class Snapshots:
             self._begun(req.keys[boundary // size - 1], 2)
         if not earlier and req.hit_tokens and self._begun(req.keys[req.hit_tokens // size - 1], 1) == 1:
             earlier = [req.hit_tokens]
-        pages = [position // size - 1 for position in earlier if position not in apart]
+        # One that was preempted has not come as far again as its earlier checkpoints.
+        there = [position for position in earlier if position <= req.registered * size]
+        pages = [position // size - 1 for position in there if position not in apart]
         if pages:
             for side in rank.pool.sides.slots:
                 side.index.demote(req.keys[pages])

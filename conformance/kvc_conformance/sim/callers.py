@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from kvc_conformance.sim import beside
 from kvc_conformance.sim.node import Asked, Live, Saved, Waited
 from kvc_conformance.sim.prompts import SCOPES
 from kvcontract.core.pending import Pending
+from kvcontract.pool.checkpoints import NO_CHECKPOINTS, CheckpointPolicy, Checkpoints
 from kvcontract.pool.handles import Later
 from kvcontract.pool.request import RequestKv, admit
 from kvcontract.store.policy import CancelToken, ResolvePolicy
@@ -85,6 +87,7 @@ def begin(world: World, action: Action) -> bool:
         scope=SCOPES[asked.scope],
         prefix=asked.prefix,
         anchor=world.prompts.token(asked.stream, asked.count) if whole else None,
+        checkpoints=_checkpoints(world, asked, action.get("checkpoints")),
     )
     if isinstance(answer, Later):
         world.judge.reached("admission later")
@@ -99,6 +102,15 @@ def begin(world: World, action: Action) -> bool:
     return True
 
 
+def _checkpoints(world: World, asked: Asked, wanted: dict[str, Any] | None) -> Checkpoints:
+    """Where a request is wanted to leave states, as an engine would ask."""
+    if wanted is None or not world.prompts.beside:
+        return NO_CHECKPOINTS
+    policy = CheckpointPolicy(wanted["prompt_end"], wanted["branches"], wanted["every"], wanted["decoding"])
+    branches = [*wanted["stops"], *(() if asked.prefix is None else asked.prefix.branches)]
+    return policy.of(world.prompts.granule, asked.count, branches, interior=wanted["interior"])
+
+
 def step(world: World, action: Action) -> bool:
     """Run one step of a request; maybe it comes to nothing."""
     node = world.node(action)
@@ -110,18 +122,19 @@ def step(world: World, action: Action) -> bool:
     chunk = req.schedule_prefill(action["size"]) if req.prefilling else req.schedule_decode()
     pages = req.pages.tolist()
     world.judge.holds("B21", ok=0 not in pages, text=f"a request was given page 0: {pages}")
-    for memory in node.memory[live.rank]:
-        if action["revert"]:
-            memory.spoil(pages, chunk.start, chunk.end)
-        else:
-            memory.write(pages, live.stream, live.scope, chunk.start, chunk.end)
+    beside.scheduled(world, chunk)
+    node.run(live, chunk, fails=action["revert"])
     if action["revert"]:
         req.revert(chunk)
+        if req.beside.slots and not req.finished:
+            req.preempt()  # what a step that has begun has done to a state cannot be undone
         world.judge.reached("step reverted")
         return True
     known = len(req.tokens)
     req.apply_prefill(chunk, world.prompts.token(live.stream, known) if chunk.emits else None)
     world.judge.reached("step ok")
+    if action.get("checkpoint", True):
+        beside.checkpoint(world, node, live, action.get("breaking"))
     return True
 
 
@@ -179,13 +192,13 @@ def retire(world: World, action: Action) -> bool:
         world.judge.reached("request released")
         return True
     world.check_rows(node, live)
-    keys, handoff = live.req.record_keys(node.store.record_keyer).copy(), action["handoff"]
+    handoff, owed, rooms = action["handoff"], world.owed(node, live), beside.rooms(live.req)
     cls = SaveClass.CACHEABLE if handoff is None else SaveClass.HANDOFF
     report = node.store.retire(live.req, cls, handoff=handoff)
     world.judge.holds("C6", ok=live.req.released, text="retire left the request unreleased")
     world.judge.reached("request retired")
     if node.cache and handoff is None:
-        world.owe(node, keys, report)
+        world.owe(node, owed | dict(beside.owed(node, live.req, rooms)), report)
     _watch(world, node, report, handoff=handoff is not None)
     return True
 

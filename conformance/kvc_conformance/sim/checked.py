@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from kvc_conformance.sim.prompts import DEGREES, PARENTS, SCOPES, SPACE, simulated
+from kvc_conformance.sim.prompts import DEGREES, PARENTS, SCOPES
+from kvc_conformance.sim.spaces import simulated
 from kvcontract.contract.check import check_model
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.layout import layout
@@ -62,6 +63,19 @@ def _text(value: Any) -> str | None:
     return None if type(value) is str and value else "a text"
 
 
+def _or_none(check: Check) -> Check:
+    def checked(value: Any) -> str | None:
+        expected = None if value is None else check(value)
+        return expected and f"{expected}, or null"
+
+    return checked
+
+
+def _positions(value: Any) -> str | None:
+    fits = isinstance(value, list) and all(_number()(item) is None for item in value)
+    return None if fits else "a list of positions"
+
+
 def _name(value: Any) -> str | None:
     return None if value is None or _text(value) is None else "a text, or null"
 
@@ -79,6 +93,20 @@ _PROMPT: Final[Mapping[str, Check]] = {
 _TIER: Final[Mapping[str, Check]] = {"tier": _number()}
 _FAULTS: Final = (None, *(str(kind) for kind in FaultKind), "stale", "delay")
 _BARRIERS: Final = ("landed", "visible", "durable", "loads", "reset", "handoff")
+
+_NUMBER_OR_NONE: Final = _or_none(_number())
+_WANTED: Final[Mapping[str, Check]] = {
+    "prompt_end": _SWITCH,
+    "branches": _SWITCH,
+    "stops": _positions,
+    "every": _or_none(_number(1)),
+    "decoding": _SWITCH,
+    "interior": _SWITCH,
+}
+OPTIONAL: Final[dict[str, Mapping[str, Check]]] = {
+    "step": {"checkpoint": _SWITCH, "breaking": _NUMBER_OR_NONE},
+}
+"""Of each action, what is only said where something lies beside the full pages."""
 
 FIELDS: Final[dict[str, Mapping[str, Check]]] = {
     "resolve": _PROMPT,
@@ -116,6 +144,9 @@ _SETTING: Final[Mapping[str, Check]] = {
     "manual": _SWITCH,
     "save_budget": _share,
 }
+_SINCE: Final[Mapping[str, Check]] = {"step_tokens": _number(1, MOST_PAGES), "deferred": _SWITCH}
+"""What older traces do not say of their world."""
+
 _TIER_SETTING: Final[Mapping[str, Check]] = {
     "name": _text,
     "shared": _SWITCH,
@@ -149,7 +180,11 @@ def _action_faults(where: str, verb: str, action: dict[str, Any]) -> Iterator[st
         fields["delay_s"] = _seconds
     if verb == "wait" and action.get("for") == "handoff":
         fields["handoff"] = _text
-    policy = action.get("policy")
+    fields |= {name: check for name, check in OPTIONAL.get(verb, {}).items() if name in action}
+    policy, wanted = action.get("policy"), action.get("checkpoints")
+    if verb == "begin" and wanted is not None:
+        yield from _faults(f"{where}.checkpoints", wanted, _WANTED)
+        action = {name: value for name, value in action.items() if name != "checkpoints"}
     if verb == "resolve":
         yield from _faults(f"{where}.policy", policy, _POLICY)
         action = {name: value for name, value in action.items() if name != "policy"}
@@ -178,7 +213,15 @@ def setting_faults(setting: Any) -> Iterator[str]:
     names = [str(tier.get("name")) for tier in lists["tiers"] if isinstance(tier, dict)]
     if len(set(names)) < len(names):
         yield _wrong("setting.tiers", names, "names of their own")
-    yield from _faults("setting", {k: v for k, v in setting.items() if k not in lists}, _SETTING)
+    blocks = setting.get("blocks", {})
+    if not isinstance(blocks, dict):
+        yield _wrong("setting.blocks", blocks, "an object")
+    else:
+        checks = dict.fromkeys(blocks, _SETTING["pages"])
+        yield from _faults("setting.blocks", blocks, checks)
+    rest = {name: value for name, value in setting.items() if name not in {*lists, "blocks"}}
+    later = {name: check for name, check in _SINCE.items() if name in setting}
+    yield from _faults("setting", rest, {**_SETTING, **later})
 
 
 def model_faults(model: KvModel) -> Iterator[str]:
@@ -196,9 +239,9 @@ def model_faults(model: KvModel) -> Iterator[str]:
     if not as_simulated:
         yield "model: not as a simulation writes it, with small pages and few arenas"
         return
-    size = layout(model, 0, 1).space(SPACE).stride_bytes
+    size = max(space.stride_bytes for space in layout(model, 0, 1).spaces)
     if size > _MOST_PAGE_BYTES:
-        yield f"model: a page has {size:,} bytes; a world takes at most {_MOST_PAGE_BYTES:,}"
+        yield f"model: a block has {size:,} bytes; a world takes at most {_MOST_PAGE_BYTES:,}"
 
 
 def found_faults(violation: Any) -> Iterator[str]:

@@ -6,7 +6,8 @@ import gc
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from typing import Any, Final
 import torch
 
 from kvc_conformance.sim.judge import Counts
-from kvc_conformance.sim.prompts import Prompts, simulated
+from kvc_conformance.sim.prompts import Prompts
+from kvc_conformance.sim.spaces import simulated
 from kvc_conformance.sim.trace import STEPS, Trace, collected, minimal, of, run_seed
-from kvcontract.contract.model import KvModel
+from kvcontract.contract.model import Full, KvModel
 from kvcontract.tiers.fault import FAULTS_OF
 
 CHUNK: Final = 20
@@ -31,6 +33,7 @@ FAULTS: Final = (
     "die",
     "evict",
     "crash",
+    "fail copy",
 )
 """Everything that can befall a world."""
 
@@ -44,18 +47,29 @@ TERMINALS: Final = (
     *("admission ok", "admission later", "admission never", "step ok", "step reverted"),
     *("request retired", "request released", "request preempted", "resume ok", "resume later"),
     *("restored", "not restored", "relay ok", "relay failed", "relay lost"),
+    *("checkpoint ok", "checkpoint without room", "checkpoint failed"),
 )
 """Every way in which something can end."""
 
 CLAUSES: Final = (
     *("A2", "A3", "A4", "A5", "A6", "A7", "A9", "A11", "A12", "A13", "A16", "A17", "A20", "A24"),
-    *("B4", "B5", "B12", "B21", "C1", "C3", "C4", "C5", "C6", "C7", "C8", "C9", "C10", "C11"),
-    *("D2", "I6", "R2", "R3", "R4", "R5", "R7", "R8"),
+    *("B4", "B5", "B12", "B17", "B21", "C1", "C3", "C4", "C5", "C6", "C7", "C8", "C9", "C10", "C11"),
+    *("D2", "F1", "F2", "F3", "F4", "F5", "F6", "F7", "I6", "R2", "R3", "R4", "R5", "R7", "R8"),
 )
 """Every clause that is judged."""
 
 SEEN: Final = ("A1", "A7", "A10", "A15", "A16", "A18", "C11", "E7")
 """Clauses of which the reasons of shorter hits show that they were at work."""
+
+BESIDE: Final[Mapping[str, tuple[str, ...]]] = {
+    "windows": ("B17", "F5"),
+    "slots": (
+        "fail copy",
+        *("checkpoint ok", "checkpoint without room", "checkpoint failed"),
+        *("F1", "F2", "F3", "F4", "F5", "F6", "F7"),
+    ),
+}
+"""Of all these, what only some declarations can reach: those that have windows of pages, or slots."""
 
 Progress = Callable[[int], object]
 
@@ -65,6 +79,7 @@ class Summary:
     """What some seeds came to.
 
     Attributes:
+        beside: what some of the declarations have beside full pages, see `BESIDE`.
         seeds: that were played.
         counts: what they reached.
         choices: of each seed.
@@ -72,6 +87,7 @@ class Summary:
         trace: the first of those, cut down.
     """
 
+    beside: frozenset[str] = frozenset(BESIDE)
     seeds: int = 0
     counts: Counts = field(default_factory=Counts)
     choices: list[int] = field(default_factory=list)
@@ -86,13 +102,19 @@ class Summary:
     @property
     def unreached(self) -> list[str]:
         """What should have happened, and did not."""
-        wanted = (
-            (FAULTS, self.counts.faults),
-            (TERMINALS, self.counts.terminals),
-            (CLAUSES, self.counts.clauses),
-            (SEEN, self.counts.seen),
-        )
-        return [name for names, found in wanted for name in names if not found[name]]
+        return [name for _, names, found in self._kinds() for name in names if not found[name]]
+
+    def _kinds(self) -> Iterator[tuple[str, list[str], Counter[str]]]:
+        """Title, what there is to reach, and how often each was."""
+        elsewhere = {name for kind in BESIDE for name in BESIDE[kind]}
+        elsewhere -= {name for kind in self.beside for name in BESIDE[kind]}
+        for title, names, found in (
+            ("faults", FAULTS, self.counts.faults),
+            ("terminals", TERMINALS, self.counts.terminals),
+            ("clauses judged", CLAUSES, self.counts.clauses),
+            ("clauses seen at work", SEEN, self.counts.seen),
+        ):
+            yield title, [name for name in names if name not in elsewhere], found
 
     def as_json(self, seconds: float) -> dict[str, Any]:
         """As plain JSON."""
@@ -115,12 +137,7 @@ class Summary:
 
     def lines(self) -> Iterator[str]:
         """The counts as text, one line a kind."""
-        for title, names, found in (
-            ("faults", FAULTS, self.counts.faults),
-            ("terminals", TERMINALS, self.counts.terminals),
-            ("clauses judged", CLAUSES, self.counts.clauses),
-            ("clauses seen at work", SEEN, self.counts.seen),
-        ):
+        for title, names, found in self._kinds():
             yield title
             for name in (*names, *sorted(set(found) - set(names))):
                 yield f"  {name:<22} {found[name]:>12,}"
@@ -147,7 +164,7 @@ def simulate(
         UsageFault: a model that cannot be simulated.
     """
     small = [simulated(model) for model in models]
-    summary, tell = Summary(), progress or (lambda _: None)
+    summary, tell = Summary(_beside(small)), progress or (lambda _: None)
     documents = tuple(model.model_dump_json() for model in small)
     chunks = (seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK))
     count = jobs or os.cpu_count() or 1
@@ -176,6 +193,13 @@ def simulate(
         first = min(summary.failed)
         summary.trace = _cut_down(small[first % len(small)], first, steps)
     return summary
+
+
+def _beside(models: Sequence[KvModel]) -> frozenset[str]:
+    groups = [group for model in models for group in model.groups]
+    kinds = {"slots": [group.kind == "bounded" for group in groups]}
+    kinds["windows"] = [not isinstance(group.reach, Full) for group in groups]
+    return frozenset(kind for kind, found in kinds.items() if any(found))
 
 
 def first_found(prompts: Prompts, seeds: range, steps: int = STEPS) -> Trace | None:

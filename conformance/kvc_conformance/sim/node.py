@@ -11,15 +11,21 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvc_conformance.sim.device import Device
 from kvc_conformance.sim.loop import VirtualLoop
-from kvc_conformance.sim.prompts import SECRET, SPACE, Memory, Prompts
+from kvc_conformance.sim.memory import Memory
+from kvc_conformance.sim.prompts import NAME_BYTES, SECRET, SPACE, Prompts
 from kvc_conformance.sim.setting import AMPLE, Setting, TierSetting
+from kvc_conformance.sim.spaces import Space
 from kvcontract.core.lane import InlineLane, ManualLane
 from kvcontract.core.pending import Pending
 from kvcontract.memory.match import holds
+from kvcontract.pool.chunk import Chunk
 from kvcontract.pool.index import Keys
 from kvcontract.pool.pool import BlockPool
 from kvcontract.pool.request import RequestKv
+from kvcontract.pool.side import SidePool
+from kvcontract.pool.sides import NO_SIDES, make_sides
 from kvcontract.store.core import StoreOptions
 from kvcontract.store.marks import names_of
 from kvcontract.store.policy import CancelToken, KvPrefix, ResolvePolicy
@@ -235,7 +241,12 @@ class Node:
         loop: of the world.
 
     Attributes:
-        readers: workers that need each shard of a record.
+        pools: of full pages, by rank.
+        sides: the pools beside it, by rank and space.
+        watched: of each space, the pools of all ranks.
+        memory: by rank, worker and space.
+        devices: by rank.
+        readers: by id of a part, workers that need each shard of a record.
         landing: shards that have come, of each record that is being loaded.
         landed: records of which the last one has just come.
         unasked: `not_asked` when records began to be owed.
@@ -247,15 +258,35 @@ class Node:
     ) -> None:
         self.number, self.prompts = number, prompts
         self.tp = setting.degrees[number]
-        self.readers = readers(prompts, self.tp)
+        self.readers = {id_: readers(space, self.tp) for id_, space in prompts.by_part.items()}
         self.lane = ManualLane() if setting.manual else InlineLane()
-        self.pools = [BlockPool(setting.pages, prompts.page) for _ in range(setting.ranks)]
+        self.pools = [_pool(prompts, setting) for _ in range(setting.ranks)]
+        self.sides: list[dict[str, SidePool]] = [
+            {side.key: side.pool for side in pool.sides} for pool in self.pools
+        ]
+        self.watched = [
+            (space, [self.pool_of(rank, space) for rank in range(setting.ranks)])
+            for space in prompts.spaces.values()
+        ]
+        self.devices = [Device(deferred=setting.deferred) for _ in self.pools]
+        blocks = {SPACE: setting.pages, **setting.blocks}
         self.memory = [
-            [Memory(prompts, worker, self.tp, setting.pages) for worker in range(self.tp)] for _ in self.pools
+            [
+                {
+                    key: Memory(prompts.images, key, worker, self.tp, blocks[key], device)
+                    for key in prompts.spaces
+                }
+                for worker in range(self.tp)
+            ]
+            for device in self.devices
         ]
         self.fronts = [self._front(item, shelves, loop.time) for item in setting.tiers]
         ranks = [
-            Rank(pool, [{SPACE: worker.binding} for worker in workers], name=str(rank))
+            Rank(
+                pool,
+                [{key: memory.binding for key, memory in worker.items()} for worker in workers],
+                name=str(rank),
+            )
             for rank, (pool, workers) in enumerate(zip(self.pools, self.memory, strict=True))
         ]
         self.store = KvStore(
@@ -304,20 +335,30 @@ class Node:
 
     def relays(self) -> tuple[Pending[Any], ...]:
         """Relays that have not ended."""
-        return self.store._core.pages.pending  # noqa: SLF001 - no caller waits for them but through barriers
+        parts = self.store._core.parts  # noqa: SLF001 - no caller waits for them but through barriers
+        return tuple(pending for part in parts for pending in part.pending)
 
     def leases(self) -> int:
         """Leases on records of the tiers that nobody has released."""
         return sum(lease.active for front in self.fronts for lease in front.leases)
 
-    def saving(self) -> set[bytes]:
-        """Keys of the pages in the saves that tiers have not answered."""
-        found: set[bytes] = set()
+    def pool_of(self, rank: int, space: Space) -> BlockPool | SidePool:
+        """Of one space of a rank."""
+        return self.pools[rank] if space.key == SPACE else self.sides[rank][space.key]
+
+    def pools_of(self, rank: int) -> list[BlockPool | SidePool]:
+        """Of every space of a rank."""
+        return [self.pools[rank], *self.sides[rank].values()]
+
+    def saving(self) -> dict[int, set[bytes]]:
+        """By part, keys of the blocks in the saves that tiers have not answered."""
+        found: dict[int, set[bytes]] = {}
         for front in self.fronts:
             for call in front.calls:
                 if call.verb == "save" and not call.ghost and not relayed(call):
                     for record in record_names(call.keys):
-                        found.update(names_of(self.prompts.pages_of(record)) or [record])
+                        names = names_of(self.prompts.pages_of(record)) or [record]
+                        found.setdefault(part_of(record), set()).update(names)
         return found
 
     def loading(self, front: Front) -> Counter[bytes]:
@@ -328,9 +369,64 @@ class Node:
                 counted.update(key_bytes(call.keys))
         return counted
 
+    def run(self, live: Live, chunk: Chunk, *, fails: bool) -> None:
+        """What a step does to the memory: it leaves its rows and states, or what is nobody's."""
+        device, stream, scope = self.devices[live.rank], live.stream, live.scope
+        for memory in self.memory[live.rank]:
+            for key, pairs in chunk.copies.items():
+                memory[key].binding.copy_blocks(pairs)
+        device.catch_up()
+        slots = {f"slots-{group}": slot for group, slot in chunk.slots.items()}
+        for memory in self.memory[live.rank]:
+            for key, table in chunk.pages.items():
+                if fails:
+                    memory[key].spoil(table, chunk.start, chunk.end)
+                else:
+                    memory[key].write(table, stream, scope, chunk.start, chunk.end)
+            for key, slot in slots.items():
+                if fails:
+                    memory[key].lose(slot)
+                else:
+                    memory[key].put(slot, stream, scope, chunk.end)
+            for group, states in chunk.emits_at.items():
+                for position, slot in states if not fails else ():
+                    memory[f"slots-{group}"].put(slot, stream, scope, position)
+
+    def checkpoints(self) -> tuple[int, int, int]:
+        """How many were taken, found no room, and failed."""
+        counters = self.store.stats().counters
+        taken, without, failed = (
+            counters.get(f"checkpoints_{end}", 0) for end in ("taken", "without_room", "failed")
+        )
+        return taken, without, failed
+
     def right(self, item: Live | Asked, pages: Sequence[int], tokens: int) -> bool:
         """Whether the first tokens of a stream lie on these pages, for every worker."""
-        return all(memory.right(pages, item.stream, item.scope, tokens) for memory in self.memory[item.rank])
+        numbers = range(-(-tokens // self.prompts.page))
+        return self.right_in(SPACE, item, pages[: len(numbers)], numbers, tokens)
+
+    def right_in(
+        self, key: str, item: Live | Asked, blocks: Sequence[int], numbers: Sequence[int], tokens: int
+    ) -> bool:
+        """Whether pages of a stream lie on blocks of one space, up to so many tokens, for every worker."""
+        return all(
+            worker[key].right(blocks, numbers, item.stream, item.scope, tokens)
+            for worker in self.memory[item.rank]
+        )
+
+    def has_state(self, key: str, item: Live | Asked, slot: int, tokens: int) -> bool:
+        """Whether a slot has the state after the first tokens of a stream, for every worker."""
+        return all(
+            worker[key].has(slot, item.stream, item.scope, tokens) for worker in self.memory[item.rank]
+        )
+
+
+def _pool(prompts: Prompts, setting: Setting) -> BlockPool:
+    """Pools of one rank."""
+    sides = NO_SIDES
+    if prompts.beside:
+        sides = make_sides(prompts.model, setting.blocks, setting.step_tokens)
+    return BlockPool(setting.pages, prompts.page, sides=sides)
 
 
 def relayed(call: Call) -> bool:
@@ -349,15 +445,15 @@ def policy(prompts: Prompts, setting: TierSetting) -> TierPolicy:
     )
 
 
-def readers(prompts: Prompts, tp: int) -> tuple[int, ...]:
+def readers(space: Space, tp: int) -> tuple[int, ...]:
     """By shard, how many of the workers read its records."""
-    return tuple(sum(holds(record, worker, tp) for worker in range(tp)) for record in prompts.records)
+    return tuple(sum(holds(record, worker, tp) for worker in range(tp)) for record in space.records)
 
 
-def records_of(prompts: Prompts, keys: Keys) -> RecordKeys:
+def records_of(space: Space, keys: Keys) -> RecordKeys:
     """[records * shards], keys of every shard of some records, record by record."""
-    part, shards = prompts.part, len(prompts.records)
-    columns = [record_keys(keys, part.id, shard, shards) for shard in range(shards)]
+    shards = len(space.records)
+    columns = [record_keys(keys, space.part.id, shard, shards) for shard in range(shards)]
     return np.stack(columns, axis=1).reshape(-1)
 
 
@@ -369,10 +465,19 @@ def make_shelf(prompts: Prompts, setting: TierSetting, clock: Clock) -> Shelf:
 
 
 def record_bytes(prompts: Prompts) -> int:
-    """Bytes of all shards of a record."""
-    return sum(record.payload_bytes + header_bytes(len(record.segments)) for record in prompts.records)
+    """Bytes of all shards of a record of every part."""
+    return sum(
+        record.payload_bytes + header_bytes(len(record.segments))
+        for space in prompts.spaces.values()
+        for record in space.records
+    )
 
 
-def record_names(keys: RecordKeys) -> Sequence[bytes]:
-    """What each record is called, whatever its shard, as 16 bytes."""
-    return names_of(keys["page_key"])
+def record_names(keys: RecordKeys) -> list[bytes]:
+    """What each record is called, whatever its shard: page key and part."""
+    return [name[:NAME_BYTES] for name in key_bytes(keys)]
+
+
+def part_of(record: bytes) -> int:
+    """Id of the part of a record that is called so."""
+    return record[-1]

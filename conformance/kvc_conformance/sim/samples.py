@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvcontract.contract.model import Arena, Field, Group, KvModel, WeightIdentity
+from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.model import Arena, Chunk, Field, Group, KvModel, WeightIdentity, Window
 
+_BEFORE: Final = "sample-"
 _NAMED: Final = WeightIdentity(kind="digest", value="0" * 32)
 
 
@@ -96,6 +98,58 @@ def _wide() -> KvModel:
     )
 
 
+def _plane(name: str, group: str, dtype: str = "uint8", *, head: int = 2, cut: bool = True) -> Arena:
+    field = Field(name="x", dtype=dtype, axes={"head": head, "dim": 3}, shard_axis="head" if cut else None)
+    return Arena.planes(name=name, group=group, layer=0, fields=(field,))
+
+
+def _windowed() -> KvModel:
+    """Full pages, and of others only the latest, and the first: records of two pages."""
+    return KvModel(
+        contract=1,
+        name="sample-windowed",
+        weights=_NAMED,
+        numerics="uint8",
+        page_tokens=2,
+        key_tokens=4,
+        groups=(Group(name="kv"), Group(name="near", reach=Window(tokens=4, sink_tokens=1))),
+        arenas=(_plane("full.0", "kv", head=4), _plane("near.0", "near", "float16", cut=False)),
+    )
+
+
+def _hybrid() -> KvModel:
+    """Full pages, pages of the current chunk, and a state that every token rewrites."""
+    return KvModel(
+        contract=1,
+        name="sample-hybrid",
+        weights=_NAMED,
+        numerics="uint8",
+        page_tokens=2,
+        groups=(
+            Group(name="kv"),
+            Group(name="chunk", reach=Chunk(tokens=6)),
+            Group(name="state", kind="bounded", boundary_tokens=2),
+        ),
+        arenas=(
+            _plane("full.0", "kv", cut=False),
+            _plane("chunk.0", "chunk"),
+            _plane("state.0", "state", "float32"),
+        ),
+    )
+
+
 def samples() -> tuple[KvModel, ...]:
     """All of them."""
-    return (_sharded(), _replicated(), _mixed(), _wide())
+    return (_sharded(), _replicated(), _mixed(), _wide(), _windowed(), _hybrid())
+
+
+def sample(name: str) -> KvModel:
+    """The one of that name, without ``sample-`` before it.
+
+    Raises:
+        UsageFault: there is none.
+    """
+    known = {model.name.removeprefix(_BEFORE): model for model in samples()}
+    if name not in known:
+        raise UsageFault(f"--model {name}: expected one of {', '.join(known)}")
+    return known[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import count
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from kvc_conformance.sim.node import Node
 from kvc_conformance.sim.prompts import PARENTS, SCOPES
@@ -29,6 +29,17 @@ HANDED_OFF: Final = 0.15
 SEALED_AGAIN: Final = 0.3
 REVERTED: Final = 0.06
 """Shares of seals, seals, and steps."""
+
+PROMPT_END: Final = 0.8
+BRANCHES: Final = 0.7
+DECODING: Final = 0.6
+INTERIOR: Final = 0.25
+"""Shares of requests: where they are wanted to leave checkpoints, and how."""
+
+WHOLE: Final = 0.7
+TAKEN: Final = 0.9
+BREAKING: Final = 0.03
+"""Shares of steps: it ends where there could be a checkpoint; a checkpoint is taken at once; one of its copies fails."""
 
 PLAIN_DEADLINES_S: Final = (0.02, 2.0, 15.0, 15.0, 15.0)
 FULL_DEADLINES_S: Final = (0.02, 0.2, 0.6)
@@ -124,14 +135,31 @@ class Schedule:
         action["id"] = self._rng.choice(_ready(node))
 
     def _begin(self, action: Action, world: World, node: Node) -> None:
-        del world
         action |= {"id": self._rng.choice(_ready(node)), "new": self._rng.randint(1, 6)}
+        if world.prompts.beside:
+            action["checkpoints"] = self._checkpoints(world)
+
+    def _checkpoints(self, world: World) -> dict[str, Any]:
+        rng, length = self._rng, world.prompts.length
+        return {
+            "prompt_end": rng.random() < PROMPT_END,
+            "branches": rng.random() < BRANCHES,
+            "stops": sorted(rng.sample(range(1, length), rng.randint(0, 2))),
+            "every": rng.choice((None, 1, 1, 1, 4)),
+            "decoding": rng.random() < DECODING,
+            "interior": rng.random() < INTERIOR,
+        }
 
     def _step(self, action: Action, world: World, node: Node) -> None:
-        del world
         running = [number for number, live in node.live.items() if not live.req.preempted]
         size, revert = self._rng.randint(1, 9), self._rng.random() < REVERTED
         action |= {"id": self._rng.choice(running), "size": size, "revert": revert}
+        if world.prompts.beside:
+            if self._rng.random() < WHOLE:
+                live, granule = node.live[action["id"]], world.prompts.granule
+                action["size"] = granule * self._rng.randint(1, 3) - live.req.committed_tokens % granule
+            action["checkpoint"] = self._rng.random() < TAKEN
+            action["breaking"] = self._rng.randrange(2) if self._rng.random() < BREAKING else None
 
     def _preempt(self, action: Action, world: World, node: Node) -> None:
         del world

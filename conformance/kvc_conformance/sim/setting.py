@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any, Final, Self
+
+from kvc_conformance.sim.spaces import Space
 
 AMPLE: Final = 0
 """Capacity of a tier in which nothing is ever evicted."""
@@ -20,7 +23,13 @@ LIMITED: Final = 0.25
 TELLING: Final = 0.7
 ROOMY: Final = 0.7
 BY_SCHEDULE: Final = 0.5
+DEFERRED: Final = 0.4
 """Shares of the worlds that are so."""
+
+STEP_TOKENS: Final = (3, 9)
+SPARE_BLOCKS: Final = (0, 8)
+SPARE_SLOTS: Final = (0, 3)
+"""Most tokens of a step; blocks of a space above the fewest that can serve a request; both from, to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +64,11 @@ class Setting:
         ranks: of each store.
         pages: of each pool, page 0 included.
         manual: copies are run by the schedule too, instead of at once.
+        deferred: copies inside a device are done when a step, or who waits for them, needs them.
         save_budget: see `StoreOptions`.
         tiers: fastest first.
+        step_tokens: most of one step, where there are windows.
+        blocks: of each space beside the full pages, block 0 included.
     """
 
     degrees: tuple[int, ...]
@@ -65,10 +77,19 @@ class Setting:
     manual: bool
     save_budget: float
     tiers: tuple[TierSetting, ...]
+    step_tokens: int = STEP_TOKENS[1]
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    deferred: bool = False
 
     @classmethod
-    def draw(cls, rng: Random, degrees: tuple[int, ...]) -> Self:
-        """A world; `degrees` are those that the model can be cut to."""
+    def draw(cls, rng: Random, degrees: tuple[int, ...], spaces: Sequence[Space] = ()) -> Self:
+        """A world.
+
+        Args:
+            rng: all randomness comes from it.
+            degrees: those that the model can be cut to.
+            spaces: beside the full pages.
+        """
         stores = 2 if rng.random() < TWO_STORES else 1
         chosen = tuple(rng.choice(degrees) for _ in range(stores))
         tiers = []
@@ -79,6 +100,7 @@ class Setting:
         if stores > 1 or not tiers or rng.random() < SHARED_TIER:
             telling = rng.random() < TELLING
             tiers.append(_tier(rng, "far", shared=True, telling=telling, top=not tiers))
+        step = rng.randint(*STEP_TOKENS)
         return cls(
             degrees=chosen,
             ranks=2 if rng.random() < TWO_RANKS else 1,
@@ -86,6 +108,13 @@ class Setting:
             manual=rng.random() < BY_SCHEDULE,
             save_budget=rng.choice((0.25, 0.5, 1.0)),
             tiers=tuple(tiers),
+            step_tokens=step,
+            blocks={
+                space.key: space.least_blocks(step)
+                + rng.randint(*(SPARE_BLOCKS if space.group is None else SPARE_SLOTS))
+                for space in spaces
+            },
+            deferred=rng.random() < DEFERRED,
         )
 
     def as_json(self) -> dict[str, Any]:

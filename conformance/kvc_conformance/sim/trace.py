@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,11 @@ from kvc_conformance.sim.checked import (
     setting_faults,
 )
 from kvc_conformance.sim.judge import Counts, Judge, Violation
-from kvc_conformance.sim.prompts import Prompts, simulated
+from kvc_conformance.sim.device import BrokenCopy
+from kvc_conformance.sim.prompts import Prompts
 from kvc_conformance.sim.schedule import Schedule
 from kvc_conformance.sim.setting import Setting
+from kvc_conformance.sim.spaces import simulated
 from kvc_conformance.sim.world import Action, World
 from kvcontract.contract.errors import KvContractError, UsageFault
 from kvcontract.contract.model import KvModel
@@ -140,7 +143,7 @@ class collected:  # noqa: N801 - used as a function
 def run_seed(prompts: Prompts, seed: int, steps: int = STEPS) -> tuple[Setting, Played]:
     """Play what a seed draws."""
     rng = Random(seed)  # noqa: S311 - a schedule, not a secret
-    setting = Setting.draw(rng, prompts.degrees)
+    setting = Setting.draw(rng, prompts.degrees, prompts.beside)
     schedule = Schedule(rng)
     left = iter(range(steps))
     return setting, _play(
@@ -158,12 +161,16 @@ def replay(trace: Trace) -> Played:
     """Play a trace.
 
     Raises:
-        UsageFault: its declaration cannot be cut to the degrees of its world.
+        UsageFault: its declaration cannot be cut to the degrees of its world, or lacks its spaces.
     """
     prompts = Prompts(trace.model)
     odd = sorted(set(trace.setting.degrees) - set(prompts.degrees))
     if odd:
         raise UsageFault(f"setting.degrees: {trace.model.name} cannot be cut to {', '.join(map(str, odd))}")
+    blocks, spaces = set(trace.setting.blocks), {space.key for space in prompts.beside}
+    if blocks != spaces:
+        expected = ", ".join(sorted(spaces)) or "none"
+        raise UsageFault(f"setting.blocks: {trace.model.name} has blocks beside its pages in: {expected}")
     with collected():
         return play(prompts, trace.setting, trace.actions)
 
@@ -180,10 +187,17 @@ def _play(prompts: Prompts, setting: Setting, following: Next) -> Played:
             world.finish()
         except Violation as violation:
             found = violation
-        except KvContractError as error:  # none of what is done here may be refused
+        except Exception as error:  # none of what is done here may be refused, or fail
+            if not (isinstance(error, KvContractError) or _raised_by_the_runtime(error)):
+                raise
             found = Violation("R4", f"{type(error).__name__}: {error}")
         counts = world.judge.counts
     return Played(tuple(done), found, counts)
+
+
+def _raised_by_the_runtime(error: BaseException) -> bool:
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return str(last.f_globals.get("__name__")).startswith("kvcontract.")
 
 
 @contextmanager
@@ -209,6 +223,9 @@ def _world(prompts: Prompts, setting: Setting) -> Iterator[World]:
 
 
 def _uncaught(judge: Judge, args: Any) -> None:
+    if isinstance(args.exc_value, BrokenCopy):
+        judge.fault("fail copy")
+        return
     judge.broken("R4", f"an exception nobody caught: {args.exc_value!r}")
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvc_conformance.sim.node import Asked, Front, Node, Waited, record_names, relayed
-from kvc_conformance.sim.prompts import PARENTS, SCOPES
+from kvc_conformance.sim import beside
+from kvc_conformance.sim.node import Asked, Front, Node, Waited, part_of, record_names, relayed
+from kvc_conformance.sim.prompts import PARENTS, SCOPES, SPACE
 from kvcontract.contract.errors import UsageFault
 from kvcontract.store.control import ResetReport
 from kvcontract.store.policy import CancelToken, KvPrefix, ResolvePolicy
@@ -97,6 +98,7 @@ def _prefix(world: World, node: Node, asked: Asked, prefix: KvPrefix) -> None:
         clause = "D2" if asked.scope else "R2" if node.tp > 1 else "R4"
         right = node.right(asked, pages, hit)
         judge.holds(clause, ok=right, text=f"a hit of {hit} tokens of stream {asked.stream} holds other rows")
+        beside.hit(world, node, asked, prefix.hold, hit)
         early = [item for item in node.waited.values() if item.kind == "reset" and not item.task.done()]
         passed = any(item.begun < asked.begun and not item.cancelled for item in early)
         judge.holds("C11", ok=not passed, text="a resolve passed a reset that was asked for before it")
@@ -164,7 +166,7 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
     relays = [item for item in waited.relays if not item.done]
     going = len(active) + len(earlier) + len(saves) + len(relays)
     judge.holds("C11", ok=not going, text=f"a reset ran while {going} things from before went on")
-    left = sum(pool.gauges().cached for pool in node.pools)
+    left = sum(pool.gauges().cached for rank in range(len(node.pools)) for pool in node.pools_of(rank))
     judge.holds("C11", ok=not left, text=f"a reset ran, and {left} pages are still kept on the device")
     for front in node.fronts:
         asked, told = front.resets > waited.resets[front.name], front.name in report.tiers
@@ -176,51 +178,86 @@ def _reset(world: World, node: Node, waited: Waited, report: ResetReport) -> Non
 
 
 def _look_at_gauges(world: World, node: Node) -> None:
-    judge, gauges = world.judge, node.store.gauges()
-    pinned = reserved = 0
-    for pool in node.pools:
-        now = pool.gauges()
-        pinned += now.pinned
-        reserved += now.reservations
-        whole = now.free + now.cached + now.held == now.total
-        judge.holds(
-            "R8", ok=whole, text=f"free {now.free} + cached {now.cached} + held {now.held} of {now.total}"
-        )
-        left = now.free + now.cached - now.entitled
-        judge.holds("B5", ok=left >= 0, text=f"promises are {-left} pages above what is available")
-    saving = node.saving()
-    if saving:
-        judge.holds("C1", ok=pinned >= len(saving), text=f"{pinned} pages pinned, {len(saving)} being saved")
-    calls = [call for front in node.fronts for call in front.calls]
-    if any(call.verb == "load" and not relayed(call) for call in calls):
-        judge.holds("A3", ok=reserved > 0, text="a tier is loading, and no pages are kept for it")
-    opened, loads = node.open, gauges["loads"]
-    most = sum(item.back for item in world.setting.tiers) if gauges["relays"] else 0
-    if not opened and not loads:
-        leases = node.leases()
-        judge.holds("A2", ok=leases <= most, text=f"nobody resolves or loads, and {leases} leases are held")
-    elif opened and gauges["waiting_for_room"] == len(opened) and not loads:
-        leases = node.leases()
-        judge.holds("A5", ok=leases <= most, text=f"everybody waits for room, and {leases} leases are held")
-    _look_for_stuck(world, node, opened, gauges)
-    if not gauges["saves"] and not gauges["shed"] and not gauges["relays"]:
+    """What must hold all the time; what costs much is only looked at where it could be otherwise."""
+    judge, calls = world.judge, any(front.calls for front in node.fronts)
+    for space, pools in node.watched:
+        for pool in pools:
+            books, entitled = pool._books, pool._owed()  # noqa: SLF001 - after every step: gauges() takes a lock
+            if books.free + books.cached + books.held != books.total:
+                judge.broken("R8", f"free + cached + held is not total in {space.key}: {pool.gauges()}")
+            if entitled > books.free + books.cached:
+                judge.broken("B5", f"promises are above what is available in {space.key}: {pool.gauges()}")
+    judge.judged("R8")
+    judge.judged("B5")
+    if calls:
+        _look_at_calls(world, node)
+    opened, gauges = node.open, Gauges(node)
+    leases = node.leases()
+    if leases:
+        most = 0
+        if gauges["relays"]:
+            most = len(world.prompts.spaces) * sum(item.back for item in world.setting.tiers)
+        if not opened and not gauges["loads"]:
+            text = f"nobody resolves or loads, and {leases} leases are held"
+            judge.holds("A2", ok=leases <= most, text=text)
+        elif opened and gauges["waiting_for_room"] == len(opened) and not gauges["loads"]:
+            text = f"everybody waits for room, and {leases} leases are held"
+            judge.holds("A5", ok=leases <= most, text=text)
+    elif not opened:
+        judge.judged("A2")
+    if opened and not calls and not node.jobs:
+        _look_for_stuck(world, node, opened, gauges)
+    if any(front.owed for front in node.fronts) and not (
+        gauges["saves"] or gauges["shed"] or gauges["relays"]
+    ):
         _look_at_owed(world, node)
-    _look_at_landed(world, node, loads)
+    if node.landed:
+        _look_at_landed(world, node, gauges)
 
 
-def _look_for_stuck(world: World, node: Node, opened: list[Asked], gauges: dict[str, int]) -> None:
+class Gauges:
+    """A store's, if somebody asks for one."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._found: dict[str, int] | None = None
+
+    def __getitem__(self, name: str) -> int:
+        if self._found is None:
+            self._found = self._node.store.gauges()
+        return self._found[name]
+
+
+def _look_at_calls(world: World, node: Node) -> None:
+    """While tiers copy, blocks are kept for it."""
+    judge, saving = world.judge, node.saving()
+    loading = {
+        int(call.keys["part"][0])
+        for front in node.fronts
+        for call in front.calls
+        if call.verb == "load" and not relayed(call)
+    }
+    for space, pools in node.watched:
+        part = space.part.id
+        if part in saving:
+            pinned = sum(pool.gauges().pinned for pool in pools)
+            text = f"{pinned} blocks of {space.key} pinned, {len(saving[part])} being saved"
+            judge.holds("C1", ok=pinned >= len(saving[part]), text=text)
+        if part in loading:
+            kept = any(pool.gauges().reservations for pool in pools)
+            text = f"a tier is loading, and no blocks of {space.key} are kept for it"
+            judge.holds("A3", ok=kept, text=text)
+
+
+def _look_for_stuck(world: World, node: Node, opened: list[Asked], gauges: Gauges) -> None:
     """A plain resolve that nothing keeps has ended (A7)."""
     plain = [asked for asked in opened if not asked.policy.full_hit]
-    kept = gauges["waiting_for_room"] or gauges["loads"] or len(plain) < len(opened) or node.jobs
-    kept = kept or any(front.calls for front in node.fronts)
-    kept = kept or any(item.kind == "reset" for item in node.waited.values())
-    if not kept:
+    kept = len(plain) < len(opened) or any(item.kind == "reset" for item in node.waited.values())
+    if not kept and not gauges["waiting_for_room"] and not gauges["loads"]:
         world.judge.holds("A7", ok=not plain, text=f"{len(plain)} plain resolves wait for nothing")
 
 
 def _look_at_owed(world: World, node: Node) -> None:
-    if not any(front.owed for front in node.fronts):
-        return
     failed = node.unasked != node.not_asked()  # saves that no tier has seen: they told so
     for front in node.fronts:
         owed, front.owed = front.owed, {}
@@ -236,20 +273,23 @@ def _look_at_owed(world: World, node: Node) -> None:
             world.judge.holds(clause, ok=there, text=text)
 
 
-def _look_at_landed(world: World, node: Node, loads: int) -> None:
+def _look_at_landed(world: World, node: Node, gauges: Gauges) -> None:
     """What has just been loaded whole is findable, although nobody waits for it any more (A4)."""
-    if not node.landed:
-        return
     landed, node.landed = node.landed, []
-    if loads or world.setting.manual or len(node.pools) > 1 or node.open or not (node.cache and node.keep):
+    if gauges["loads"] or node.open or not (node.cache and node.keep):
         return  # somebody may have taken its place since
-    step = world.prompts.step
     for record in landed:
-        chain = world.prompts.chain_to(record)
-        if chain is not None:
-            found = node.pools[0].probe(chain)
+        space, chain = world.prompts.by_part[part_of(record)], world.prompts.chain_to(record)
+        if chain is None:
+            continue
+        if space.key == SPACE:
+            probed = node.pools[0].probe(chain)
             text = "a record landed whole, after the page before it, and is not findable"
-            world.judge.holds("A4", ok=not len(chain) - step <= found < len(chain), text=text)
+            world.judge.holds("A4", ok=not len(chain) - space.record_pages <= probed < len(chain), text=text)
+        else:
+            there = node.sides[0][space.key].present(chain[-space.record_pages :])
+            text = f"a record of {space.key} landed whole, and is not findable"
+            world.judge.holds("A4", ok=bool(there.all()), text=text)
 
 
 # Calls
@@ -273,18 +313,23 @@ def called(world: World, node: Node, front: Front, call: Call) -> None:
 
 
 def _load_called(world: World, node: Node, front: Front, call: Call) -> None:
-    most = len(node.pools) * node.readers[int(call.keys["shard"][0])]
+    space = world.prompts.by_part[int(call.keys["part"][0])]
+    most = len(node.pools) * node.readers[space.part.id][int(call.keys["shard"][0])]
     loading = node.loading(front)
     times = max(loading[name] for name in key_bytes(call.keys))
     world.judge.holds("A16", ok=times <= most, text=f"a record is being loaded {times} times at once")
-    first = not int(call.keys["shard"][0])  # the others follow, and much may happen in between
-    if first and len(node.pools) == 1 and not world.setting.manual:
-        chains = [world.prompts.pages_of(record) for record in record_names(call.keys)]
-        there = [[node.pools[0].probe(pages[at : at + 1]) for at in range(len(pages))] for pages in chains]
-        again = sum(all(pages) for pages in there if pages)
-        world.judge.holds("A17", ok=not again, text=f"{again} records are loaded that are resident")
-    for record in record_names(call.keys):
-        node.landing.setdefault(record, 0)
+    names = record_names(call.keys)
+    if len(node.pools) > 1 or world.setting.manual:
+        return  # much may happen in between
+    pool = node.pool_of(0, space)
+    there = [beside.found(pool, world.prompts.pages_of(record)) for record in names]
+    if not int(call.keys["shard"][0]):  # the others follow
+        again = sum(bool(pages.all()) for pages in there if len(pages))
+        judge = world.judge
+        judge.holds("A17", ok=not again, text=f"{again} records of {space.key} are loaded that are resident")
+    for record, pages in zip(names, there, strict=True):
+        if space.key == SPACE or not pages.any():  # what is there of a window may go before the rest has come
+            node.landing.setdefault(record, 0)
 
 
 def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | None, codes: Codes) -> None:
@@ -299,7 +344,7 @@ def loaded(world: World, node: Node, front: Front, call: Call, fault: Fault | No
             node.landing.pop(record, None)
         elif record in node.landing:
             node.landing[record] += 1
-            if node.landing[record] == sum(node.readers):
+            if node.landing[record] == sum(node.readers[part_of(record)]):
                 del node.landing[record]
                 node.landed.append(record)
 
@@ -383,11 +428,13 @@ def _idle(world: World, node: Node) -> None:
     relays(world, node)
     gauges = {name: count for name, count in node.store.gauges().items() if count}
     judge.holds("R8", ok=not gauges, text=f"nothing goes on, and still: {gauges}")
-    for pool in node.pools:
-        pool.check_books()
-        now = pool.gauges()
-        left = now.held, now.pinned, now.entitled, now.requests, now.holds, now.reservations
-        judge.holds("R8", ok=not any(left), text=f"nothing goes on, and still: {now}")
+    for rank, whole in enumerate(node.pools):
+        whole.check_books()
+        for pool in node.pools_of(rank):
+            now = pool.gauges()
+            left = now.held, now.pinned, now.entitled, now.requests, now.holds, now.reservations
+            judge.holds("R8", ok=not any(left), text=f"nothing goes on, and still: {now}")
+    beside.findable(world, node)
     for front in node.fronts:
         stats = front.stats()
         judge.holds("A6", ok=not stats["leases"], text=f"{front.name}: {stats['leases']} leases are left")
@@ -411,6 +458,8 @@ def _restore(world: World, node: Node) -> None:
             hold, hit = asked.prefix.hold, asked.prefix.hit_tokens
             right = node.right(asked, [] if hold is None else hold.pages.tolist(), hit)
             world.judge.holds("R7", ok=right, text=f"stream {stream} came back from the tiers as another")
+            if hit:
+                beside.hit(world, node, asked, hold, hit)
             world.judge.reached("restored" if asked.prefix.hit_tokens else "not restored")
             asked.prefix.release()
         node.asked.clear()

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvc_conformance.sim import callers, nature, watch
+from kvc_conformance.sim import beside, callers, nature, watch
 from kvc_conformance.sim.judge import Judge
 from kvc_conformance.sim.loop import VirtualLoop
 from kvc_conformance.sim.node import (
@@ -22,15 +22,14 @@ from kvc_conformance.sim.node import (
     records_of,
     relayed,
 )
-from kvc_conformance.sim.prompts import Prompts
+from kvc_conformance.sim.prompts import SPACE, Prompts
 from kvc_conformance.sim.setting import AMPLE, Setting
 from kvcontract.contract.errors import InternalFault
 from kvcontract.core.lane import ManualLane
 from kvcontract.core.pending import Pending
-from kvcontract.pool.index import Keys
 from kvcontract.pool.pool import BlockPool
 from kvcontract.store.saves import SealReport
-from kvcontract.tiers.base import Code, Codes, key_bytes
+from kvcontract.tiers.base import Code, Codes, RecordKeys, key_bytes
 from kvcontract.tiers.fault import Call, Fault, FaultKind
 
 Action = dict[str, Any]
@@ -112,6 +111,7 @@ class World:
             if audit:
                 for pool in node.pools:
                     self._audit(pool, "R8")
+                beside.findable(self, node)
         self.judge.raise_found()
 
     def finish(self) -> None:
@@ -227,23 +227,33 @@ class World:
         self.judge.holds(
             "R3", ok=ok, text=f"rows of a running request of stream {live.stream} are not its own"
         )
+        if self.prompts.beside:
+            beside.rows(self, node, live)
 
-    def owe(self, node: Node, keys: Keys, report: Pending[SealReport]) -> None:
+    def owed(self, node: Node, live: Live) -> dict[bytes, RecordKeys]:
+        """Records of full pages that a request which retires now is to leave in every tier."""
+        space, keys = self.prompts.spaces[SPACE], live.req.record_keys(node.store.record_keyer)
+        if not len(keys):
+            return {}
+        columns, records = len(space.records), records_of(space, keys)
+        return {
+            name: records[at * columns : (at + 1) * columns]
+            for at, name in enumerate(record_names(records[::columns]))
+        }
+
+    def owe(self, node: Node, owed: dict[bytes, RecordKeys], report: Pending[SealReport]) -> None:
         """What was retired has to be in every tier once its saves have landed, or to be told (C3, C4)."""
-        owed = [front for front in node.fronts if _accountable(front)]
-        if not any(front.owed for front in owed):
+        fronts = [front for front in node.fronts if _accountable(front)]
+        if not any(front.owed for front in fronts):
             node.unasked = node.not_asked()
-        for front in owed:
-            columns = len(records_of(self.prompts, keys[:1])) if len(keys) else 0
-            records = records_of(self.prompts, keys)
-            for at, name in enumerate(keys):
-                mine = records[at * columns : (at + 1) * columns]
-                if front.inner.doubtful.isdisjoint(key_bytes(mine)):
-                    front.owed[name.tobytes()] = mine
+        for front in fronts:
+            for name, records in owed.items():
+                if front.inner.doubtful.isdisjoint(key_bytes(records)):
+                    front.owed[name] = records
 
         def told(value: SealReport) -> None:
             if value.failed:
-                for front in owed:
+                for front in fronts:
                     front.owed.clear()
 
         report.on_done(told)
