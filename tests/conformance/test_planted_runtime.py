@@ -35,39 +35,40 @@ PLUGIN: Final = """
 
 NEVER_WRITTEN: Final = """
         from kvcontract.store import snapshots
-        snapshots.copy_slots = lambda workers, pairs: ()
+        snapshots.take_snapshots = lambda workers, pairs: ()
 """
 
 PUBLISHED_BEFORE_COPIED: Final = """
         from kvcontract.store import snapshots
-        from kvcontract.memory.slots import copy_slots
+        from kvcontract.memory.slots import take_snapshots
         waiting = []
         def late(workers, pairs):
             while waiting:
-                copy_slots(*waiting.pop())
+                take_snapshots(*waiting.pop())
             waiting.append((workers, pairs))
             return ()
-        snapshots.copy_slots = late
+        snapshots.take_snapshots = late
 """
 
 UNDER_ANOTHER_BOUNDARY: Final = """
         from kvcontract.store.snapshots import Snapshots
         if not hasattr(Snapshots, "honest"):
             Snapshots.honest = Snapshots._snapshot
-            Snapshots._snapshot = lambda self, rank, req, pages: self.honest(rank, req, max(1, pages - 4))
+            def under_another(self, rank, req, boundary):
+                size = rank.pool.page_tokens
+                return self.honest(rank, req, max(size, boundary - 4 * size))
+            Snapshots._snapshot = under_another
 """
 
 TAKEN_LATE: Final = """
-        from kvcontract.pool.view import RequestView
+        from functools import partial
         from kvcontract.store.snapshots import Snapshots
         def take(self, rank, req):
             boundary = req._last_checkpoint
             taken = self.of(req)
             if not boundary or req.released or (taken and taken[-1].boundary >= boundary):
                 return
-            made = self._made(rank, req, boundary, rolling=False)
-            if made is not None:
-                self._taken.setdefault(req, []).append(made)
+            self._kept(rank, req, boundary, partial(self._snapshot, rank, req, boundary))
         Snapshots.take = take
 """
 

@@ -18,6 +18,8 @@ from kvcontract.tiers.frame import FrameHeader, decode, encode
 
 _HEADER_BYTE: Final = 40  # inside the record key
 
+LENDING: Final = frozenset({"borrow", "reserve"})
+
 Piece = tuple[int, int]
 
 
@@ -40,6 +42,8 @@ class DamagedTier:
         self._held: list[Callable[[], None]] = []
 
     def __getattr__(self, name: str) -> Any:
+        if name in LENDING:  # what is lent is read where it lies, past everything that is damaged here
+            raise AttributeError(name)
         return getattr(self._inner, name)
 
     @property

@@ -158,7 +158,7 @@ def drop(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArr
     pool = running.parts.pool
     pool.set_retention(False)
     pool.set_retention(True)
-    return Message({"held": sum(each.held for each in (pool, *(side.pool for side in pool.sides)))})
+    return Message({"held": sum(each.held for each in (pool, *pool.sides.pools))})
 
 
 def stop(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:

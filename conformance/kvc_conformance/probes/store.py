@@ -24,8 +24,10 @@ from kvc_conformance.probes.held import Held
 from kvcontract.contract.errors import InternalFault, KvContractError, NotConformant
 from kvcontract.contract.layout import Space, layout
 from kvcontract.contract.model import KvModel, Scope
+from kvcontract.contract.snapshot import all_spaces
 from kvcontract.core.lane import InlineLane, Lane, ThreadLane
 from kvcontract.memory.binding import Binding
+from kvcontract.memory.slots import copy_blocks
 from kvcontract.pool.checkpoints import Checkpoints
 from kvcontract.pool.guards import Guards
 from kvcontract.pool.holdings import SideHolds
@@ -81,15 +83,15 @@ def _build(session: Session, arguments: Arguments) -> Made:
     pages, tp, inline = arguments["pages"], arguments.get("tp", 1), arguments.get("inline", False)
     device, layer_first = session.job["device"], arguments.get("layer_first")
     laid = [layout(model, number, tp) for number in range(tp)]
-    blocks = {space.key: pages for space in laid[0].spaces} | arguments.get("beside", {})
+    blocks = {space.key: pages for space in all_spaces(model)} | arguments.get("beside", {})
     memory = [
         {
             space.key: _layer_first(space, blocks[space.key], device)
             if layer_first
             else Binding.allocate(space, blocks[space.key], device)
-            for space in each.spaces
+            for space in all_spaces(model, number, tp)
         }
-        for each in laid
+        for number in range(tp)
     ]
     lanes: list[Lane] = []
     sides = make_sides(model, blocks, arguments["step_tokens"])
@@ -244,8 +246,7 @@ def step(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     made = made_of(session, arguments)
     req, limit = made.requests[arguments["id"]], arguments.get("max_tokens")
     chunk = req.schedule_decode() if limit is None else req.schedule_prefill(limit)
-    for space, pairs in chunk.copies.items():
-        made.bindings[space].copy_blocks(pairs)
+    copy_blocks(made.bindings, chunk.copies)
     found, content = made.held.read_state(chunk.slots), arrays["content"]
     if len(content) == len(chunk.token_ids):
         made.held.write(chunk.pages, chunk.start, content)
@@ -311,7 +312,7 @@ def drain(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
 
 def _pools(made: Made) -> dict[str, Guards]:
     """By space."""
-    return {SPACE: made.pool, **{side.key: side.pool for side in made.pool.sides}}
+    return {SPACE: made.pool, **{pool.key: pool for pool in made.pool.sides.pools}}
 
 
 def look(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
