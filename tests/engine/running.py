@@ -39,6 +39,8 @@ class Gated:
         self.sheds = False
 
     def __getattr__(self, name: str) -> Any:
+        if name in {"reserve", "borrow"}:  # memory that is lent would go around the gate
+            raise AttributeError(name)
         return getattr(self._tier, name)
 
     def lookup(self, keys: RecordKeys, deadline: float) -> Pending[Any]:
