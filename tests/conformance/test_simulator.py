@@ -15,8 +15,8 @@ from planted import PLANTS, Plant
 from kvc_conformance.sim import fleet, trace
 from kvc_conformance.sim.fleet import first_found
 from kvc_conformance.sim.prompts import Prompts
-from kvc_conformance.sim.spaces import simulated
 from kvc_conformance.sim.samples import samples
+from kvc_conformance.sim.spaces import simulated
 from kvc_conformance.sim.trace import Trace, minimal, play, replay, run_seed
 from kvcontract import Group
 from kvcontract.cli.main import main

@@ -178,3 +178,27 @@ def test_a_turn_that_a_caller_expects_is_a_checkpoint() -> None:
         assert parts.engine.run()[request].split[:3] == (24, 32, 5)
         other = ran(parts, [*tokens[:29], *prompt(20, seed=1)])
         assert other.hit_tokens == 24
+
+
+def test_b8_waiters_that_pin_every_slot_do_not_keep_each_other_out() -> None:
+    """B8: holds of those that wait are let go for the first in line, snapshots too."""
+    parts, _ = made(emits=False, slots=5)
+    with parts:
+        prompts = [prompt(40, seed) for seed in range(4)]
+        for each in prompts:
+            ran(parts, each, 1)
+        requests = [parts.engine.submit(each, 2) for each in prompts]
+        results = parts.engine.run()
+        assert all(len(results[request].tokens) == 2 for request in requests)
+        parts.pool.check_books()
+
+
+def test_b23_answers_in_parallel_go_on_from_one_state() -> None:
+    """B23: each branch has the state of the prompt, whatever its parent does next."""
+    parts, _ = made(emits=False)
+    with parts:
+        alone = ran(parts, prompt(30), 6).tokens
+        found = parts.engine.submit_parallel(prompt(30), 6, 3)
+        results = parts.engine.run()
+        assert [results[request].tokens for request in found] == [alone] * 3
+        assert parts.pool.sides.slots[0].pool.pinned_blocks == 0

@@ -13,7 +13,7 @@ from making import KEYER, chain, request
 from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.model import Arena, Chunk, Field, Group, KvModel, WeightIdentity, Window
 from kvcontract.contract.model import Scope as TheScope
-from kvcontract.pool import BlockPool, Later, Never, RequestKv, admit
+from kvcontract.pool import BlockPool, Later, MediaItem, Never, RequestKv, admit
 from kvcontract.pool.checkpoints import NO_CHECKPOINTS, CheckpointPolicy, Checkpoints
 from kvcontract.pool.side import SidePool
 from kvcontract.pool.sides import Sides, Slotted, Windowed, make_sides
@@ -544,3 +544,70 @@ def hybrid() -> KvModel:
             Arena.planes(name=name, group=name, fields=(plane,)) for name in ("full", "near", "state")
         ),
     )
+
+
+def test_b16_a_branch_that_is_dropped_gives_its_pins_back_and_frees_its_parent() -> None:
+    """B16, R8: nothing that a branch was to copy stays pinned for ever."""
+    of = pool(windows=(window(40),), slots=(slab(5),))
+    with request(of, 18, 8) as req:
+        run(req, tokens=1)
+        branch = req.fork()
+        assert isinstance(branch, RequestKv)
+        assert of.sides.slots[0].pool.pinned_blocks == 1
+        with pytest.warns(ResourceWarning):
+            del branch
+        of.check_books()
+        assert [side.pool.pinned_blocks for side in of.sides] == [0, 0]
+        run(req)
+    idle(of)
+
+
+def test_b23_a_branch_of_a_branch_waits_for_the_first_copy() -> None:
+    """B23: what is not there yet cannot be copied on."""
+    of = pool(slots=(slab(6),))
+    with request(of, 16, 8) as req:
+        run(req, tokens=1)
+        branch = req.fork()
+        assert isinstance(branch, RequestKv)
+        with branch:
+            with pytest.raises(UsageFault, match="still to be copied"):
+                branch.fork()
+            branch.copied()
+            second = branch.fork()
+            assert isinstance(second, RequestKv)
+            second.copied()
+            second.release()
+    idle(of)
+
+
+def test_b21_b23_pages_that_are_gone_before_they_were_named_are_not_copied() -> None:
+    """B21: behind a short window within an uncut item there are no pages to copy, and page 0 is none."""
+    of = pool(windows=(window(40, 1, 20),))
+    item = MediaItem(b"d" * 16, 5, 14)
+    with request(of, 22, 8, media=[item]) as req:
+        while req.prefilling:
+            chunk = req.schedule_prefill(max(8, req.least_prefill_tokens))
+            req.apply_prefill(chunk, 1 if chunk.emits else None)
+            if req.committed_tokens == 19:
+                break
+        branch = req.fork()
+        assert isinstance(branch, RequestKv)
+        assert all(source for pairs in branch.copies.values() for source, _ in pairs)
+        of.check_books()
+        branch.copied()
+        branch.release()
+    idle(of)
+
+
+def test_a_windowed_model_with_drafts_has_rolling_checkpoints_too() -> None:
+    """Pages need no copy of a state, so a rejected proposal does not matter."""
+    of = pool(windows=(window(60),))
+    seen = []
+    with request(of, 8, 30, checkpoints=Checkpoints(PAGE, (8,), rolling=True)) as req:
+        run(req, tokens=1)
+        while not req.finished:
+            chunk = req.schedule_speculative([7, 7])
+            req.apply_speculative(chunk, [7, 7, 3][: chunk.drafts + 1])
+            seen += [] if req.checkpoint is None else [req.checkpoint]
+    assert len(seen) > 1
+    idle(of)

@@ -216,6 +216,7 @@ def test_c7_a_handoff_is_confirmed_when_all_its_pages_are_kept() -> None:
         assert s.tier.stats()["handoffs"] == 0
 
 
+@pytest.mark.paged
 def test_c7_pages_that_are_stored_already_are_kept_for_the_handoff_too() -> None:
     """C7, G7: stored as a cache before; the handoff must hold them against eviction all the same."""
     with setup() as s:

@@ -146,6 +146,7 @@ def _quarantine_after(s: Setup, read: Any) -> None:
         settle(pending, value)
 
 
+@pytest.mark.paged
 def test_c3_a_tier_that_cannot_tell_is_believed_for_a_while() -> None:
     """C3: where losses are silent, a page is saved again after some minutes; the tier knows if it has it."""
     with setup(silent=True) as s:
@@ -180,6 +181,7 @@ def test_each_tier_gets_what_it_lacks() -> None:
         assert again(s, TOKENS) == NOTHING
 
 
+@pytest.mark.paged
 def test_pages_from_a_lower_tier_are_written_back_to_those_above() -> None:
     """Promotion: what only the slow tier has is in the fast ones after it was restored once."""
     with setup(tiers=3) as s:
@@ -219,6 +221,7 @@ def _note(tier: Any, noted: list[tuple[str, SaveClass]]) -> None:
     tier.save = wrapped
 
 
+@pytest.mark.paged
 def test_a_write_back_that_is_under_way_is_not_saved_twice() -> None:
     """Promotion, B9: the request that is retired meanwhile leaves it to the write-back."""
     with setup(tiers=2) as s:

@@ -355,3 +355,108 @@ def test_h7_f8_a_rank_without_the_other_pools_is_refused() -> None:
     model = bench_store.model_of()
     with setup() as s, pytest.raises(UsageFault, match="no pool for"):
         KvStore(model, [Rank(BlockPool(8, PAGE), s.memory[0])], loop=s.loop)
+
+
+# What a review found
+
+
+def test_c3_a_hole_in_the_tiers_heals_from_where_a_request_began() -> None:
+    """C3: state that a tier could not take is saved when a request that began there ends."""
+    with setup() as s:
+        s.tier.codes["save"] = lambda codes: np.full(len(codes), Code.FULL, np.uint8)
+        s.store.retire(s.compute(TOKENS))
+        s.tier.codes.clear()
+        s.store.retire(s.compute(TOKENS, s.loop.run(s.resolve(TOKENS))))
+        s.evict()
+        assert hit(s) == 6 * PAGE
+
+
+def test_a16_who_joins_a_resolve_that_gives_up_is_not_cut_short() -> None:
+    """A16, A14: the leader is cancelled in the middle; the follower brings the rest itself."""
+    with setup() as s:
+        s.stored(TOKENS)
+
+        async def scenario() -> KvPrefix:
+            s.tier.holding.add("lookup")
+            leader = asyncio.ensure_future(s.resolve(TOKENS))
+            await asyncio.sleep(0.1)
+            follower = asyncio.ensure_future(s.resolve(TOKENS))
+            await asyncio.sleep(0.1)
+            leader.cancel()
+            s.tier.open("lookup")
+            return await follower
+
+        prefix = s.loop.run(scenario())
+        assert prefix.hit_tokens == 6 * PAGE
+        s.check_content(TOKENS, prefix)
+        release(prefix)
+
+
+def test_f3_b23_a_branch_that_has_not_copied_publishes_nothing(kind: str) -> None:
+    """F3, B23: a branch is retired before its state is copied: what lies in its slot is nobody's."""
+    if kind == "windowed":
+        pytest.skip("nothing is copied")
+    with setup() as s:
+        req = s.admit(TOKENS, new=8)
+        while req.prefilling:
+            chunk = req.schedule_prefill(99)
+            s.write(TOKENS, chunk)
+            req.apply_prefill(chunk, 5 if chunk.emits else None)
+        branch = req.fork()
+        assert isinstance(branch, RequestKv)
+        with pytest.raises(UsageFault, match="a branch has not copied its state yet"):
+            req.schedule_decode()
+        s.store.retire(branch)
+        assert slabs(s)[0].cached == 0
+        req.apply_decode(req.schedule_decode(), 5)
+        s.store.retire(req)
+        s.evict()
+        assert hit(s) == 0
+
+
+def test_b20_after_a_preemption_checkpoints_are_taken_anew() -> None:
+    """B20: what was evicted meanwhile is recomputed, and can be gone on from again."""
+    with setup() as s:
+        req = s.admit(TOKENS, new=2)
+
+        def prefill() -> None:
+            while req.prefilling:
+                chunk = req.schedule_prefill(99)
+                for space, pairs in chunk.copies.items():
+                    s.memory[0][space].copy_blocks(pairs)
+                s.write([*TOKENS, 5, 5], chunk)
+                req.apply_prefill(chunk, 5 if chunk.emits else None)
+                s.store.checkpoint(req)
+
+        prefill()
+        s.store.seal(req)
+        req.preempt()
+        s.evict()
+        s.tier.inner.reset(1e9)
+        assert req.resume() is None
+        assert req.committed_tokens == 0
+        prefill()
+        s.store.retire(req)
+        s.evict()
+        assert hit(s) == 6 * PAGE
+
+
+def test_r6_without_room_beside_a_long_prompt_is_given_up_at_once() -> None:
+    """R6, A22: thousands of boundaries are not tried one by one, and the reason is told once."""
+    with setup() as s:
+        s.store.retire(s.compute(TOKENS))
+        kept = [side.index.reserve(side.index.gauges().budget) for side in s.pool.sides]
+        prefix = s.loop.run(s.resolve(TOKENS))
+        assert prefix.hit_tokens == 0
+        assert len(prefix.degraded) <= 3
+        for reservation in kept:
+            assert reservation is not None
+            reservation.release()
+
+
+def test_b2_what_no_space_is_called_is_refused() -> None:
+    """A misspelt space would leave the real one at its default."""
+    model = bench_store.model_of()
+    blocks = {space.key: BLOCKS for space in layout(model).spaces}
+    with pytest.raises(UsageFault, match="there is no such space; spaces: full"):
+        make_sides(model, {**blocks, "slots-misspelt": 5}, 64)

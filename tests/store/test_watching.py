@@ -191,6 +191,7 @@ def in_tier(s: Setup, tokens: list[int], tier: int = 0) -> set[bytes]:
         return {key.tobytes() for key, there in zip(keys, lease.present.tolist(), strict=True) if there}
 
 
+@pytest.mark.paged
 def test_i7_replaying_the_events_gives_what_the_tiers_hold() -> None:
     """I7: stored, evicted, quarantined and cleared, by medium; a small tier under a random load."""
     events = TierEvents()
