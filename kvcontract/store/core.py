@@ -264,7 +264,8 @@ class StoreCore:
         while going := (*self.loading, *self._submitted()):  # what ends may begin another: a retry
             if not await settled(going, deadline):
                 break
-        self.sealer.give_up_shed()
+        for saver in self.savers:
+            saver.give_up_shed()
         relays = sum(part.relays.conclude() for part in self.parts)
         while self._stop:
             self._stop.pop()()
@@ -371,7 +372,7 @@ class StoreCore:
             "waiting_for_room": self.lines.waiting,
             "loads": len(self.loading),
             "saves": len(self._saves),
-            "shed": len(self.sealer.shed),
+            "shed": sum(len(saver.shed) for saver in self.savers),
             "relays": sum(part.relays.pages for part in self.parts),
             "pins": self.pins.pages,
             "pinned_blocks": sum(
@@ -401,7 +402,8 @@ class StoreCore:
 
     def _submitted(self) -> tuple[Pending[Any], ...]:
         relays = [pending for part in self.parts for pending in part.pending]
-        return (*self._saves, *self.sealer.shed, *relays)
+        shed = [pending for saver in self.savers for pending in saver.shed]
+        return (*self._saves, *shed, *relays)
 
     @property
     def _saves(self) -> tuple[Pending[None], ...]:

@@ -81,6 +81,14 @@ class Saver:
         with self._lock:
             return tuple(batch.done for batch in self._open)
 
+    @property
+    def shed(self) -> tuple[Pending[None], ...]:
+        """What retired requests left to be saved and waits for its turn."""
+        return ()
+
+    def give_up_shed(self) -> None:
+        """Forget what was shed: nothing is saved any more."""
+
     # Planning, under the lock
 
     def _plan(self, pages: int) -> Plan:

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 
 from kvcontract.contract.model import Scope
 from kvcontract.core.pending import Pending
 from kvcontract.pool.request import RequestKv
-from kvcontract.store.rank import SideBerth
+from kvcontract.pool.side import Flags
+from kvcontract.store.rank import Berth, SideBerth
 from kvcontract.store.saver import Saver
-from kvcontract.store.saves import NOTHING, Run, SealReport
+from kvcontract.store.saves import NOTHING, Batch, Run, SealReport
 from kvcontract.store.snapshots import Artefact, Checkpoint
 from kvcontract.store.worker import After
 from kvcontract.tiers.base import SaveClass
 from kvcontract.tiers.cipher import KeyId
 
+KEPT_SHED: Final = 256
+"""Retired requests whose shed records are remembered, a rank."""
+
+
+@dataclass(slots=True, eq=False)
+class Left:
+    """What a retired request has left to be saved; `done` once all of it is under way, or is given up."""
+
+    found: Artefact
+    key: KeyId | None
+    done: Pending[None] = field(default_factory=Pending)
+
 
 class SideSaver(Saver):
-    """Saves of one part; what its request has let go of may be somebody else's by now, and is left out."""
+    """Saves of one part; what its request has let go of may be somebody else's by now, and is left out.
+
+    Arguments are those of `Saver`.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._left: dict[str, deque[Left]] = {}
+        self._berths: dict[str, SideBerth] = {}
+        self._draining: set[str] = set()
 
     def seal(
         self,
@@ -51,31 +76,110 @@ class SideSaver(Saver):
         mine = mine[-1:] if handoff is not None else [item for item in mine if last or not item.rolling]
         if not mine or not self._known:
             return Pending.of(NOTHING)
-        found = self._wanted(berth, [item.by_space[berth.pool.key] for item in mine], handoff, retry=last)
+        found = self._wanted(
+            berth, _joined([item.by_space[berth.pool.key] for item in mine]), handoff, retry=last
+        )
+        events, key = mine[-1].after, key_of(req.scope)
+        batch, left = self._chosen(berth, found, cls, handoff, key, last=last)
+        if last and handoff is None and len(left.keys):
+            self._remember(berth, Left(left, key))
+        if batch is not None:
+            batch.after = events[-1] if len(events) == 1 else _all_of(events) if events else after
+            self._start(batch)
+        if last:
+            self._drain(berth)  # pins may have come back before it was remembered
+        return Pending.of(NOTHING) if batch is None else batch.report
+
+    def _chosen(
+        self,
+        berth: SideBerth,
+        found: Artefact,
+        cls: SaveClass,
+        handoff: str | None,
+        key: KeyId | None,
+        *,
+        last: bool,
+    ) -> tuple[Batch | None, Artefact]:
+        """Pin what there is room and budget for; what may be saved now, and what of it may not."""
         held = berth.pool.pin_named(found.blocks.ravel(), found.generations.ravel(), ending=last)
         pinned = found.blocks.ravel()[held]
         whole = held.reshape(found.blocks.shape).all(axis=1)
-        self._tally.count("blocks_not_saved_no_room", int(found.blocks[~whole].size))
+        batch: Batch | None = None
         try:
-            rows = found.keys[whole], found.blocks[whole], found.generations[whole, -1]
-            run = Run(*rows, None, key=key_of(req.scope))
-            with self._lock:
-                batch = self._planned(berth, run, cls, handoff, retry=last) if whole.any() else None
+            if whole.any():
+                rows = found.keys[whole], found.blocks[whole], found.generations[whole, -1]
+                run = Run(*rows, None, key=key)
+                with self._lock:
+                    batch = self._planned(berth, run, cls, handoff, retry=last)
         finally:
             berth.pool.unpin(pinned)
         self._expected.pass_on()
-        if batch is None:
-            return Pending.of(NOTHING)
-        events = mine[-1].after
-        batch.after = events[-1] if len(events) == 1 else _all_of(events) if events else after
-        self._start(batch)
-        return batch.report
+        left: Flags = np.logical_not(whole)
+        if batch is not None:
+            left[np.flatnonzero(whole)[batch.shed]] = True
+        return batch, found.rows(left)
 
-    def _wanted(
-        self, berth: SideBerth, items: Sequence[Artefact], handoff: str | None, *, retry: bool
-    ) -> Artefact:
-        """Records that are on the device still, and that some tier lacks; the latest first."""
-        found, pool = _joined(items), berth.pool
+    # What was shed (C5)
+
+    @property
+    def shed(self) -> tuple[Pending[None], ...]:
+        """What retired requests left to be saved and waits for its turn."""
+        with self._lock:
+            return tuple(item.done for line in self._left.values() for item in line)
+
+    def give_up_shed(self) -> None:
+        """Forget what was shed: nothing is saved any more."""
+        with self._lock:
+            items = [item for line in self._left.values() for item in line]
+            self._left.clear()
+        for item in items:
+            item.done.settle(None)
+
+    def _remember(self, berth: SideBerth, item: Left) -> None:
+        self._tally.count("blocks_not_saved_shed", int(item.found.blocks.size))
+        with self._lock:
+            line = self._left.setdefault(berth.name, deque())
+            self._berths[berth.name] = berth
+            line.append(item)
+            dropped = line.popleft() if len(line) > KEPT_SHED else None
+        if dropped is not None:
+            dropped.done.settle(None)
+
+    def _came_back(self, rank: Berth) -> None:
+        berth = self._berths.get(rank.name)
+        if berth is not None:
+            self._drain(berth)
+
+    def _drain(self, berth: SideBerth) -> None:
+        """Try what was shed, oldest first, as far as room and budget go; each record once more (R5)."""
+        while True:
+            with self._lock:
+                line = self._left.get(berth.name)
+                if not line or berth.name in self._draining or self._budgets[berth.name].left < self._step:
+                    return
+                self._draining.add(berth.name)
+                item = line[0]
+            try:
+                found = self._wanted(berth, item.found, None, retry=False)
+                batch, left = self._chosen(berth, found, SaveClass.CACHEABLE, None, item.key, last=False)
+            finally:
+                with self._lock:
+                    self._draining.discard(berth.name)
+            if batch is not None:
+                self._start(batch)
+            with self._lock:
+                ended = not len(left.keys) or (batch is None and not len(self._open))
+                item.found = left
+                if ended and line and line[0] is item:
+                    line.popleft()
+            if ended:
+                item.done.settle(None)
+            elif batch is None:
+                return  # until pins come back
+
+    def _wanted(self, berth: SideBerth, found: Artefact, handoff: str | None, *, retry: bool) -> Artefact:
+        """Records that are on the device still, and that some tier lacks."""
+        pool = berth.pool
         rows = (pool.generation[found.blocks] == found.generations).all(axis=1)
         if handoff is None:
             last, generations, now = found.blocks[:, -1], found.generations[:, -1], self._clock()
@@ -87,7 +191,7 @@ class SideSaver(Saver):
                 stored = [known.of(berth).state(last, generations, now)[0] for known in self._known]
                 lacking |= ~np.logical_and.reduce(stored)
             rows &= lacking
-        return Artefact(found.keys[rows], found.blocks[rows], found.generations[rows])
+        return found.rows(rows)
 
 
 def _all_of(events: Sequence[After]) -> Callable[[], object]:

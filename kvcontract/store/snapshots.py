@@ -50,6 +50,10 @@ class Artefact:
     blocks: Pages
     generations: NDArray[np.uint32]
 
+    def rows(self, chosen: NDArray[np.bool_]) -> Artefact:
+        """Some of its records."""
+        return Artefact(self.keys[chosen], self.blocks[chosen], self.generations[chosen])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:

@@ -460,3 +460,24 @@ def test_b2_what_no_space_is_called_is_refused() -> None:
     blocks = {space.key: BLOCKS for space in layout(model).spaces}
     with pytest.raises(UsageFault, match="there is no such space; spaces: full"):
         make_sides(model, {**blocks, "slots-misspelt": 5}, 64)
+
+
+def test_c5_state_that_was_shed_is_saved_when_pins_come_back() -> None:
+    """C5: three requests retire beside a slow tier; what was over budget follows, and barriers wait."""
+    prompts = [prompt(6, seed=seed) for seed in range(3)]
+    with setup(save_budget=0.05, pages=64) as s:
+        s.tier.holding.add("save")
+        for each in prompts:
+            s.store.retire(s.compute(each))
+        assert s.store.gauges()["shed"] > 0
+
+        async def landed() -> bool:
+            barrier = asyncio.ensure_future(s.store.flush_saves("visible", 30.0))
+            await asyncio.sleep(0.1)
+            s.tier.open("save")
+            return await barrier
+
+        assert s.loop.run(landed())
+        assert s.store.gauges()["shed"] == 0
+        s.evict()
+        assert [hit(s, each) for each in prompts] == [6 * PAGE] * 3
