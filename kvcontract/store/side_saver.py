@@ -161,20 +161,22 @@ class SideSaver(Saver):
                 item = line[0]
             try:
                 found = self._wanted(berth, item.found, None, retry=False)
-                batch, left = self._chosen(berth, found, SaveClass.CACHEABLE, None, item.key, last=False)
+                batch, item.found = self._chosen(
+                    berth, found, SaveClass.CACHEABLE, None, item.key, last=False
+                )
+                with self._lock:
+                    # Without a save under way nobody would come back to it: it is given up (R5).
+                    ended = not len(item.found.keys) or (batch is None and not self._open)
+                    if ended and line and line[0] is item:
+                        line.popleft()
             finally:
                 with self._lock:
                     self._draining.discard(berth.name)
-            if batch is not None:
-                self._start(batch)
-            with self._lock:
-                ended = not len(left.keys) or (batch is None and not len(self._open))
-                item.found = left
-                if ended and line and line[0] is item:
-                    line.popleft()
-            if ended:
+            if ended and not item.done.done:
                 item.done.settle(None)
-            elif batch is None:
+            if batch is not None:
+                self._start(batch)  # it may end at once, and come back here
+            elif not ended:
                 return  # until pins come back
 
     def _wanted(self, berth: SideBerth, found: Artefact, handoff: str | None, *, retry: bool) -> Artefact:
