@@ -134,12 +134,13 @@ class Snapshots:
     def _outlived(self, rank: Rank, req: RequestKv, earlier: list[int], boundary: int) -> None:
         """A deeper checkpoint of one prompt makes others worth less, where nobody else leaves it (B14)."""
         size, apart = rank.pool.page_tokens, req.checkpoints.branches(req.prompt_len)
+        known = req.registered * size  # one that was preempted may not have come as far again
         if boundary in apart:
             self._begun(req.keys[boundary // size - 1], 2)
-        if not earlier and req.hit_tokens and self._begun(req.keys[req.hit_tokens // size - 1], 1) == 1:
+        begun = 0 < req.hit_tokens <= known
+        if not earlier and begun and self._begun(req.keys[req.hit_tokens // size - 1], 1) == 1:
             earlier = [req.hit_tokens]
-        # One that was preempted has not come as far again as its earlier checkpoints.
-        there = [position for position in earlier if position <= req.registered * size]
+        there = [position for position in earlier if position <= known]
         pages = [position // size - 1 for position in there if position not in apart]
         if pages:
             for side in rank.pool.sides.slots:

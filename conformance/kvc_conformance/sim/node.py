@@ -323,6 +323,11 @@ class Node:
         return len(self.lane) if isinstance(self.lane, ManualLane) else 0
 
     @property
+    def waiting(self) -> int:
+        """Resolves that wait for room."""
+        return self.store._core.lines.waiting  # noqa: SLF001 - one gauge of many, asked for after every step
+
+    @property
     def open(self) -> list[Asked]:
         """Resolves that have not ended."""
         return [asked for asked in self.asked.values() if not asked.task.done()]

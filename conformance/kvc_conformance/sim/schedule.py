@@ -184,8 +184,9 @@ class Schedule:
         return name
 
     def _wait(self, action: Action, world: World, node: Node) -> None:
-        del world, node
+        del world
         kinds = ["landed", "landed", "visible", "durable", "durable", "loads", "reset"]
+        kinds += ["loads"] * (2 * any(call.verb == "load" for front in node.fronts for call in front.calls))
         kinds += ["handoff"] * bool(self._handoffs)
         kind = self._rng.choice(kinds)
         action |= {"id": next(self._ids), "for": kind, "deadline_s": self._rng.choice((0.01, 1.0, 20.0))}

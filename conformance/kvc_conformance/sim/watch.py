@@ -192,20 +192,8 @@ def _look_at_gauges(world: World, node: Node) -> None:
     if calls:
         _look_at_calls(world, node)
     opened, gauges = node.open, Gauges(node)
-    leases = node.leases()
-    if leases:
-        most = 0
-        if gauges["relays"]:
-            most = len(world.prompts.spaces) * sum(item.back for item in world.setting.tiers)
-        if not opened and not gauges["loads"]:
-            text = f"nobody resolves or loads, and {leases} leases are held"
-            judge.holds("A2", ok=leases <= most, text=text)
-        elif opened and gauges["waiting_for_room"] == len(opened) and not gauges["loads"]:
-            text = f"everybody waits for room, and {leases} leases are held"
-            judge.holds("A5", ok=leases <= most, text=text)
-    elif not opened:
-        judge.judged("A2")
-    if opened and not calls and not node.jobs:
+    _look_at_leases(world, node, len(opened), gauges)
+    if not calls and not node.jobs:
         _look_for_stuck(world, node, opened, gauges)
     if any(front.owed for front in node.fronts) and not (
         gauges["saves"] or gauges["shed"] or gauges["relays"]
@@ -213,6 +201,20 @@ def _look_at_gauges(world: World, node: Node) -> None:
         _look_at_owed(world, node)
     if node.landed:
         _look_at_landed(world, node, gauges)
+
+
+def _look_at_leases(world: World, node: Node, opened: int, gauges: Gauges) -> None:
+    """Who waits for no tier holds none (A2, A5)."""
+    judge, leases, most = world.judge, node.leases(), 0
+    waits = opened > 0 and node.waiting == opened and not gauges["loads"]
+    if leases and gauges["relays"]:
+        most = len(world.prompts.spaces) * sum(item.back for item in world.setting.tiers)
+    if waits:
+        text = f"everybody waits for room, and {leases} leases are held"
+        judge.holds("A5", ok=leases <= most, text=text)
+    elif not opened and (not leases or not gauges["loads"]):
+        text = f"nobody resolves or loads, and {leases} leases are held"
+        judge.holds("A2", ok=leases <= most, text=text)
 
 
 class Gauges:
@@ -253,7 +255,7 @@ def _look_for_stuck(world: World, node: Node, opened: list[Asked], gauges: Gauge
     """A plain resolve that nothing keeps has ended (A7)."""
     plain = [asked for asked in opened if not asked.policy.full_hit]
     kept = len(plain) < len(opened) or any(item.kind == "reset" for item in node.waited.values())
-    if not kept and not gauges["waiting_for_room"] and not gauges["loads"]:
+    if not kept and not node.waiting and (not plain or not gauges["loads"]):
         world.judge.holds("A7", ok=not plain, text=f"{len(plain)} plain resolves wait for nothing")
 
 
