@@ -345,7 +345,7 @@ class Node:
 
     def leases(self) -> int:
         """Leases on records of the tiers that nobody has released."""
-        return sum(lease.active for front in self.fronts for lease in front.leases)
+        return sum(lease.active for front in self.fronts if len(front.leases) for lease in front.leases)
 
     def pool_of(self, rank: int, space: Space) -> BlockPool | SidePool:
         """Of one space of a rank."""

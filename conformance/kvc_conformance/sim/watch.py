@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SLACK_S: Final = 1e-6
 MOST_ROUNDS: Final = 600
+CALLS_EVERY: Final = 2
+"""Steps from one look at what tiers copy to the next: it goes on for longer than one."""
 
 REASONS: Final = {
     "answered for": "A15",
@@ -189,7 +191,7 @@ def _look_at_gauges(world: World, node: Node) -> None:
                 judge.broken("B5", f"promises are above what is available in {space.key}: {pool.gauges()}")
     judge.judged("R8")
     judge.judged("B5")
-    if calls:
+    if calls and world.step % CALLS_EVERY == 0:
         _look_at_calls(world, node)
     opened, gauges = node.open, Gauges(node)
     _look_at_leases(world, node, len(opened), gauges)

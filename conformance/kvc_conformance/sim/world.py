@@ -147,7 +147,7 @@ class World:
     def _listen_to(self, pool: BlockPool) -> None:
         def came_back() -> None:
             self._releases += 1
-            if self._releases % _AUDITED_RELEASES == 0:
+            if self._releases % (_AUDITED_RELEASES * len(self.prompts.spaces)) == 0:
                 self._audit(pool, "B4")
 
         pool.on_release(came_back)
