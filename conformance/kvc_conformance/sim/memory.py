@@ -68,7 +68,9 @@ class Form:
         made = Binding.allocate(self.space, 1)
         for arena, _, where in self._fields(made):
             per = arena.tokens_per_row
-            where[(0, slice(first // per, last // per)) if self.paged else 0] = -1 if where.itemsize > 1 else 255
+            where[(0, slice(first // per, last // per)) if self.paged else 0] = (
+                -1 if where.itemsize > 1 else 255
+            )
         found = np.flatnonzero(blocks_of(made)[0])
         return slice(None) if len(found) == self.space.stride_bytes else found
 
@@ -171,9 +173,7 @@ class Memory:
         binding: what the store copies from and to.
     """
 
-    def __init__(
-        self, images: Images, key: str, worker: int, tp: int, blocks: int, device: Device
-    ) -> None:
+    def __init__(self, images: Images, key: str, worker: int, tp: int, blocks: int, device: Device) -> None:
         self.worker = worker
         self._images, self._where = images, (key, worker, tp)
         self._form = images.form(key, worker, tp)
@@ -182,7 +182,7 @@ class Memory:
         self.binding = DeviceBinding(made.space, made.arenas, made.device, device)
         self._blocks = blocks_of(self.binding)
 
-    def write(self, pages: Sequence[int], stream: int, scope: int, start: int, end: int) -> None:
+    def write(self, pages: Pages, stream: int, scope: int, start: int, end: int) -> None:
         """Write the rows of tokens start .. end of a stream; `pages` are the request's, from its first."""
         size, image = self._page, self._images.of(stream, scope, *self._where)
         for page in range(start // size, -(-end // size)):
@@ -190,7 +190,7 @@ class Memory:
             where = self._form.bytes_of(max(start - first, 0), min(end - first, size))
             self._blocks[pages[page], where] = image[page, where]
 
-    def spoil(self, pages: Sequence[int], start: int, end: int) -> None:
+    def spoil(self, pages: Pages, start: int, end: int) -> None:
         """Write rows that are nobody's where tokens start .. end would be: a step that came to nothing."""
         size = self._page
         for page in range(start // size, -(-end // size)):

@@ -131,5 +131,3 @@ class Prompts:
         """Keys of the blocks of a record, uint64[n, 2]; none if it is none of these streams'."""
         chain = self.chain_to(record)
         return NO_KEYS if chain is None else chain[-self.by_part[record[_PAGE_KEY_BYTES]].record_pages :]
-
-

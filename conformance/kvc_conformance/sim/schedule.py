@@ -40,7 +40,7 @@ INTERIOR: Final = 0.25
 WHOLE: Final = 0.7
 TAKEN: Final = 0.9
 BREAKING: Final = 0.06
-"""Shares of steps: it ends where there could be a checkpoint; a checkpoint is taken at once; one of its copies fails."""
+"""Shares of steps: they end where there could be a checkpoint; it is taken at once; one of its copies fails."""
 
 ALWAYS: Final[Mapping[str, float]] = {
     "wait": 0.7,
@@ -82,38 +82,16 @@ class Schedule:
         return action
 
     def _weights(self, world: World, node: Node) -> dict[str, float]:
-        weights, asked, live = dict(ALWAYS), node.asked.values(), len(node.live)
-        opened = sum(not item.task.done() for item in asked)
-        ready = sum(item.prefix is not None for item in asked)
-        running = sum(not item.req.preempted for item in node.live.values())
         calls = sum(len(front.ready(world.now)) for front in node.fronts if front.calls)
-        jobs = node.jobs
-        if len(asked) < MOST_OPEN:
-            weights["resolve"] = 3.0
-        if opened:
-            weights["cancel"] = 0.25 * opened
-        if ready:
-            weights["drop"] = 0.35 * ready
-            if live < MOST_LIVE:
-                weights["begin"] = 2.5
-        if running:
-            weights |= {"step": 2.5 * running, "preempt": 0.1 * running, "seal": 0.6 * running}
-        if live:
-            weights |= {"retire": 0.8 * live, "release": 0.08 * live}
-            if live > running:
-                weights["resume"] = 1.5 * (live - running)
-        if node.waited:
-            weights["leave"] = 0.3 * len(node.waited)
+        weights = {**ALWAYS, **_of_callers(node)}
         if self._handoffs:
             weights["release_handoff"] = 0.2
-        if node.pins:
-            weights["unpin"] = 0.2 * len(node.pins)
         if calls:
             weights["answer"] = 10.0 * math.sqrt(calls)
-        if jobs:
+        if node.jobs:
             weights["lane"] = 10.0
         if not math.isinf(world.next_s):
-            weights["tick"] = 0.05 if calls or jobs else 1.5
+            weights["tick"] = 0.05 if calls or node.jobs else 1.5
         weights["switch"] = 0.12 if node.cache and node.keep else 1.0
         weights["freeze"] = 0.7 if any(front.frozen for front in node.fronts) else 0.08
         return weights
@@ -272,6 +250,33 @@ class Schedule:
     def _close(self, action: Action, world: World, node: Node) -> None:
         del world, node
         action["deadline_s"] = self._rng.choice((0.5, 10.0))
+
+
+def _of_callers(node: Node) -> dict[str, float]:
+    """Weights of what callers may do with what they have of a process."""
+    asked, live, weights = node.asked.values(), len(node.live), {}
+    opened = sum(not item.task.done() for item in asked)
+    ready = sum(item.prefix is not None for item in asked)
+    running = sum(not item.req.preempted for item in node.live.values())
+    if len(asked) < MOST_OPEN:
+        weights["resolve"] = 3.0
+    if opened:
+        weights["cancel"] = 0.25 * opened
+    if ready:
+        weights["drop"] = 0.35 * ready
+    if ready and live < MOST_LIVE:
+        weights["begin"] = 2.5
+    if running:
+        weights |= {"step": 2.5 * running, "preempt": 0.1 * running, "seal": 0.6 * running}
+    if live:
+        weights |= {"retire": 0.8 * live, "release": 0.08 * live}
+    if live > running:
+        weights["resume"] = 1.5 * (live - running)
+    if node.waited:
+        weights["leave"] = 0.3 * len(node.waited)
+    if node.pins:
+        weights["unpin"] = 0.2 * len(node.pins)
+    return weights
 
 
 def _ready(node: Node) -> list[int]:

@@ -51,8 +51,7 @@ def simulated(model: KvModel) -> KvModel:
     odd = [
         group.name
         for group in model.groups
-        if group.kind == "static"
-        or (_beside(group) and (group.restore != "stored" or group.optional))
+        if group.kind == "static" or (_beside(group) and (group.restore != "stored" or group.optional))
     ]
     if odd or all(_beside(group) for group in model.groups):
         names = ", ".join(odd or [group.name for group in model.groups])
@@ -185,6 +184,3 @@ def spaces_of(model: KvModel, most_tp: int) -> Iterator[Space]:
 def granule_tokens(model: KvModel) -> int:
     """Somebody can go on from multiples of this alone."""
     return math.lcm(model.record_tokens, *(group.boundary_tokens or 1 for group in model.groups))
-
-
-
