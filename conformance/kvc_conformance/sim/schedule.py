@@ -40,7 +40,7 @@ INTERIOR: Final = 0.25
 WHOLE: Final = 0.7
 TAKEN: Final = 0.9
 BREAKING: Final = 0.06
-"""Shares of steps: they end where there could be a checkpoint; it is taken at once; one of its copies fails."""
+"""Shares of steps: they end where there could be a checkpoint; it is taken at once; a copy of it fails."""
 
 ALWAYS: Final[Mapping[str, float]] = {
     "wait": 0.7,
