@@ -45,13 +45,13 @@ def command(
     Examples: kvc simulate --seeds 20000 · kvc simulate --model hybrid · kvc simulate qwen3
     """
     from kvc_conformance.sim import fleet  # noqa: PLC0415 - `kvc --help` must not pay for the suite
-    from kvc_conformance.sim.samples import sample, samples  # noqa: PLC0415
+    from kvc_conformance.sim.samples import mix, sample  # noqa: PLC0415
     from kvc_conformance.sim.trace import STEPS  # noqa: PLC0415
 
     _refuse(out, seeds=seeds, first=first, steps=steps, jobs=jobs)
     if opened is not None and model is not None:
         raise UsageFault(f"--model {model} and a model's name: give one of them")
-    models = (opened.model,) if opened is not None else samples() if model is None else (sample(model),)
+    models = (opened.model,) if opened is not None else mix() if model is None else (sample(model),)
     started, talk = time.monotonic(), view.console(sys.stderr)
 
     def tell(done: int) -> None:

@@ -39,10 +39,11 @@ def _remembered(made: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(made)
     def of(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            hash((args, *kwargs.values()))
+            return cached(*args, **kwargs)  # type: ignore[arg-type] # what is not hashable is refused
         except TypeError:
+            if _hashable(args, kwargs):
+                raise  # it is about something else
             return made(*args, **kwargs)
-        return cached(*args, **kwargs)  # type: ignore[arg-type] # hashed above
 
     return of
 
@@ -86,6 +87,14 @@ class WireRecord:
     payload_bytes: int
     segments: tuple[int, ...]
     cuts: Mapping[tuple[str, str], tuple[str, int, int] | None]
+
+
+def _hashable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        hash((args, *kwargs.values()))
+    except TypeError:
+        return False
+    return True
 
 
 @_remembered

@@ -413,16 +413,6 @@ class RequestKv(RequestView):
         )
         return self._chunk
 
-    def _wanted(self, position: int) -> bool:
-        """Whether somebody wants to go on from there."""
-        return self._checkpoints.wanted(position, self._last_checkpoint, decoding=not self.prefilling)
-
-    def _inside(self, start: int, end: int) -> list[int]:
-        """Where within a step over known tokens a state is wanted."""
-        media = self._sequence.media
-        wanted = self._checkpoints.inside(start, end) if self.prefilling else ()
-        return [position for position in wanted if media.floor(position) == position]
-
     def _apply(self, chunk: Chunk, tokens: list[int]) -> None:
         self._sequence.append(token_array(tokens).tolist())
         self._chunk = None

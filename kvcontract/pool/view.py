@@ -148,6 +148,16 @@ class RequestView:
 
     # For its verbs
 
+    def _wanted(self, position: int) -> bool:
+        """Whether somebody wants to go on from there."""
+        return self._checkpoints.wanted(position, self._last_checkpoint, decoding=not self.prefilling)
+
+    def _inside(self, start: int, end: int) -> list[int]:
+        """Where within a step over known tokens a state is wanted."""
+        media = self._sequence.media
+        wanted = self._checkpoints.inside(start, end) if self.prefilling else ()
+        return [position for position in wanted if media.floor(position) == position]
+
     def _refuse_when_busy(self) -> None:
         if self._chunk is not None or self.released:
             gone = "the request is preempted; resume it" if self._preempted else "the request is released"

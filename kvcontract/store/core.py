@@ -316,8 +316,8 @@ class StoreCore:
         """See `KvStore.seal`; what stands beside full pages is copied first, before the next step."""
         self.snapshots.take(rank, req)
         taken = self.snapshots.of(req)
-        began = self.snapshots.begun(rank, req) if last and rank.pool.sides and not req.released else None
-        taken = [item for item in (began,) if item is not None] + taken
+        if last and rank.pool.sides and (began := self.snapshots.begun(rank, req)) is not None:
+            taken = [began, *taken]
         reports = [
             self.sealer.seal(rank, req, cls=cls, after=after, last=last, handoff=handoff, scope_tag=scope_tag)
         ]

@@ -379,6 +379,8 @@ def settle(search: Search) -> None:
     if search.hold.sides is not None and search.hold.sides.pages == search.at:
         return
     search.hold.let_sides_go()
+    if not search.at:
+        return
     held = hold_deepest(pool.sides, pool.page_tokens, search.keys, search.at, search.ask.media)
     search.hold.trim(0 if held is None else held.pages)
     search.hold.sides = held

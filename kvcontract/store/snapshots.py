@@ -123,7 +123,7 @@ class Snapshots:
     def begun(self, rank: Rank, req: RequestKv) -> Checkpoint | None:
         """The checkpoint that a request began from, if it is on the device: a hole below may heal (C3)."""
         pages = req.hit_tokens // rank.pool.page_tokens
-        if not pages or req.registered < pages:
+        if not pages or req.released or req.registered < pages:
             return None
         step = self._keyer.page_tokens // rank.pool.page_tokens
         records, found = req.record_keys(self._keyer), dict[str, Artefact]()

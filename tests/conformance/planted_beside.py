@@ -1,4 +1,4 @@
-"""Violations to plant in what is kept beside full pages: windows of pages, and states with their snapshots."""
+"""Violations to plant in what is kept beside full pages: windows of pages, states and their snapshots."""
 
 from __future__ import annotations
 
@@ -226,12 +226,12 @@ HYBRID: tuple[Plant, ...] = (
     f4_the_snapshot_is_let_go_before_it_is_copied,
     f5_the_hit_is_not_cut,
     f7_a_worker_is_left_out,
+    r2_a_window_is_a_page_short,
 )
 """To be found in declarations with slots."""
 
 WINDOWED: tuple[Plant, ...] = (
     c11_a_reset_leaves_the_states,
-    r2_a_window_is_a_page_short,
     r3_pages_slide_out_too_early,
 )
 """To be found in declarations with windows."""

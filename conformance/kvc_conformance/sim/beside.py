@@ -90,16 +90,16 @@ def rows(world: World, node: Node, live: Live) -> None:
     if not tokens or not req.beside.slots:
         return
     slots = _live_slots(node, live.rank, live)
-    for view in req.beside.slots:
-        alone = view.slot not in slots.get(view.key, ())
-        judge.holds("F1", ok=alone, text=f"slot {view.slot} of {view.key} is that of two requests")
-        if view.key in req.copies:
-            source = req.copies[view.key][0][0]
+    for slot in req.beside.slots:
+        alone = slot.slot not in slots.get(slot.key, ())
+        judge.holds("F1", ok=alone, text=f"slot {slot.slot} of {slot.key} is that of two requests")
+        if slot.key in req.copies:
+            source = req.copies[slot.key][0][0]
             text = f"the state that a request is to begin with at {tokens} tokens is another by now"
-            judge.holds("F4", ok=node.has_state(view.key, live, source, tokens), text=text)
+            judge.holds("F4", ok=node.has_state(slot.key, live, source, tokens), text=text)
         else:
             text = f"the state of a running request at {tokens} tokens is not its own"
-            judge.holds("R3", ok=node.has_state(view.key, live, view.slot, tokens), text=text)
+            judge.holds("R3", ok=node.has_state(slot.key, live, slot.slot, tokens), text=text)
 
 
 def scheduled(world: World, chunk: Chunk) -> None:

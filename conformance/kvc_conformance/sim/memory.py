@@ -182,7 +182,7 @@ class Memory:
         self.binding = DeviceBinding(made.space, made.arenas, made.device, device)
         self._blocks = blocks_of(self.binding)
 
-    def write(self, pages: Sequence[int], stream: int, scope: int, start: int, end: int) -> None:
+    def write(self, pages: Pages, stream: int, scope: int, start: int, end: int) -> None:
         """Write the rows of tokens start .. end of a stream; `pages` are the request's, from its first."""
         size, image = self._page, self._images.of(stream, scope, *self._where)
         for page in range(start // size, -(-end // size)):
@@ -190,7 +190,7 @@ class Memory:
             where = self._form.bytes_of(max(start - first, 0), min(end - first, size))
             self._blocks[pages[page], where] = image[page, where]
 
-    def spoil(self, pages: Sequence[int], start: int, end: int) -> None:
+    def spoil(self, pages: Pages, start: int, end: int) -> None:
         """Write rows that are nobody's where tokens start .. end would be: a step that came to nothing."""
         size = self._page
         for page in range(start // size, -(-end // size)):

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvc_conformance.sim.node import Front, Node, relayed
+from kvc_conformance.sim.front import Front
+from kvc_conformance.sim.node import Node, relayed
 from kvc_conformance.sim.watch import SLACK_S
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import ManualLane

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from kvc_conformance.sim.device import Device
+from kvc_conformance.sim.front import Clock, Front, Shelf, TellingFront, make_shelf, record_bytes
 from kvc_conformance.sim.loop import VirtualLoop
 from kvc_conformance.sim.memory import Memory
 from kvc_conformance.sim.prompts import NAME_BYTES, SECRET, SPACE, Prompts
-from kvc_conformance.sim.setting import AMPLE, Setting, TierSetting
+from kvc_conformance.sim.setting import Setting, TierSetting
 from kvc_conformance.sim.spaces import Space
 from kvcontract.core.lane import InlineLane, ManualLane
 from kvcontract.core.pending import Pending
@@ -34,135 +34,10 @@ from kvcontract.store.relay import Stage
 from kvcontract.store.saves import SealReport
 from kvcontract.store.store import KvStore
 from kvcontract.store.tier_policy import SAVE_DEADLINE_S, TierPolicy
-from kvcontract.tiers.base import (
-    RECORD_KEY,
-    Buffers,
-    Code,
-    Level,
-    Op,
-    RecordKeys,
-    SaveClass,
-    key_bytes,
-    record_keys,
-)
-from kvcontract.tiers.dram import DramTier
-from kvcontract.tiers.fault import Call, FaultTier, TellingFaultTier
-from kvcontract.tiers.frame import header_bytes
-
-AMPLE_BYTES: Final = 1 << 20
+from kvcontract.tiers.base import RecordKeys, key_bytes, record_keys
+from kvcontract.tiers.fault import Call
 
 _NOT_RELAYED: Final = ("pages_not_relayed_", "pages_not_to_relay_")
-
-Clock = Callable[[], float]
-
-
-class Shelf(DramTier):
-    """The place behind a tier: records that may outlive the processes which write them.
-
-    Attributes:
-        kept: keys that have been stored.
-        durable: those that a flush has made so; a crash may lose the others.
-        doubtful: keys whose last save was a lie, or changed on the way.
-        losses: per key, how often it was lost.
-        untold: something was lost that nobody was told of.
-    """
-
-    def __init__(self, capacity_bytes: int, setting: TierSetting, clock: Clock) -> None:
-        super().__init__(capacity_bytes, lane=InlineLane(), clock=clock, name=setting.name)
-        self.setting = setting
-        self.kept: set[bytes] = set()
-        self.durable: set[bytes] = set()
-        self.doubtful: set[bytes] = set()
-        self.losses: Counter[bytes] = Counter()
-        self.untold = False
-        self.on_loss(lambda keys, _: self._lost(key_bytes(keys)))
-
-    def _lost(self, names: Sequence[bytes]) -> None:
-        self.kept.difference_update(names)
-        self.durable.difference_update(names)
-        self.losses.update(names)
-
-    def save(
-        self,
-        keys: RecordKeys,
-        buffers: Buffers,
-        cls: SaveClass,
-        deadline: float,
-        *,
-        handoff: str | None = None,
-    ) -> Op:
-        """Keeps what was stored."""
-        op = super().save(keys, buffers, cls, deadline, handoff=handoff)
-        names = key_bytes(keys)
-        op.on_done(lambda codes: self.kept.update(names[at] for at in np.flatnonzero(codes == Code.OK)))
-        return op
-
-    def flush(self, level: Level, deadline: float) -> Pending[bool]:
-        """Durable means here that a crash does not lose it."""
-        if level == "durable" and self.setting.shared:
-            self.durable |= self.kept
-            return super().flush("visible", deadline)
-        return super().flush(level, deadline)
-
-    def reset(self, deadline: float) -> Pending[bool]:
-        """Forgets what it keeps."""
-        self.untold = self.untold or self.setting.shared
-        self._lost([*self.kept])
-        return super().reset(deadline)
-
-    def drop(self, names: Sequence[bytes]) -> None:
-        """Forget some records, as an eviction would."""
-        if names:
-            keys = np.frombuffer(b"".join(names), RECORD_KEY)
-            with self.lookup(keys, math.inf).value as lease:
-                self.discard(lease, np.arange(len(keys)))
-            self._lost(names)
-
-    def has(self, keys: RecordKeys) -> bool:
-        """Whether all of these records are there."""
-        with self.lookup(keys, math.inf).value as lease:
-            return bool(lease.present.all())
-
-
-class Front(FaultTier):
-    """A process's own end of a tier.
-
-    Attributes:
-        frozen: answers nothing.
-        late: calls that are not answered before some time.
-        acknowledged: records that were saved, as far as this process was told, and how often they had been
-            lost before.
-        failed: page keys of which a save has failed.
-        owed: pages that have to be there once all saves have landed, with their records.
-        resets: how often this process has made it forget.
-    """
-
-    inner: Shelf
-
-    def __init__(self, inner: Shelf) -> None:
-        lasting = inner.setting.shared
-        super().__init__(inner, persistent=lasting, shared=lasting)
-        self.frozen = False
-        self.late: dict[Call, float] = {}
-        self.acknowledged: dict[bytes, int] = {}
-        self.failed: set[bytes] = set()
-        self.owed: dict[bytes, RecordKeys] = {}
-        self.resets = 0
-
-    def ready(self, now: float) -> list[Call]:
-        """Calls that may be answered now."""
-        if self.frozen:
-            return []
-        return [call for call in self.calls if self.late.get(call, now) <= now]
-
-
-class TellingFront(Front, TellingFaultTier):
-    """One whose tier says what it loses, and can forget."""
-
-    def reset(self, deadline: float) -> Pending[bool]:
-        """Counted."""
-        self.resets += 1
-        return super().reset(deadline)
 
 
 @dataclass(slots=True, eq=False)
@@ -256,6 +131,7 @@ class Node:
     def __init__(
         self, number: int, prompts: Prompts, setting: Setting, shelves: dict[str, Shelf], loop: VirtualLoop
     ) -> None:
+        # long: what a process is made of, one line each
         self.number, self.prompts = number, prompts
         self.tp = setting.degrees[number]
         self.readers = {id_: readers(space, self.tp) for id_, space in prompts.by_part.items()}
@@ -323,6 +199,11 @@ class Node:
         return len(self.lane) if isinstance(self.lane, ManualLane) else 0
 
     @property
+    def waiting(self) -> int:
+        """Resolves that wait for room."""
+        return self.store._core.lines.waiting  # noqa: SLF001 - one gauge of many, asked for after every step
+
+    @property
     def open(self) -> list[Asked]:
         """Resolves that have not ended."""
         return [asked for asked in self.asked.values() if not asked.task.done()]
@@ -340,7 +221,7 @@ class Node:
 
     def leases(self) -> int:
         """Leases on records of the tiers that nobody has released."""
-        return sum(lease.active for front in self.fronts for lease in front.leases)
+        return sum(lease.active for front in self.fronts if len(front.leases) for lease in front.leases)
 
     def pool_of(self, rank: int, space: Space) -> BlockPool | SidePool:
         """Of one space of a rank."""
@@ -455,22 +336,6 @@ def records_of(space: Space, keys: Keys) -> RecordKeys:
     shards = len(space.records)
     columns = [record_keys(keys, space.part.id, shard, shards) for shard in range(shards)]
     return np.stack(columns, axis=1).reshape(-1)
-
-
-def make_shelf(prompts: Prompts, setting: TierSetting, clock: Clock) -> Shelf:
-    """A tier's place for records."""
-    records = -(-setting.pages // prompts.step)
-    size = AMPLE_BYTES if setting.pages == AMPLE else records * record_bytes(prompts)
-    return Shelf(size, setting, clock)
-
-
-def record_bytes(prompts: Prompts) -> int:
-    """Bytes of all shards of a record of every part."""
-    return sum(
-        record.payload_bytes + header_bytes(len(record.segments))
-        for space in prompts.spaces.values()
-        for record in space.records
-    )
 
 
 def record_names(keys: RecordKeys) -> list[bytes]:

@@ -143,6 +143,12 @@ def samples() -> tuple[KvModel, ...]:
     return (_sharded(), _replicated(), _mixed(), _wide(), _windowed(), _hybrid())
 
 
+def mix() -> tuple[KvModel, ...]:
+    """Those that seeds go to in turn: of five, one has something beside full pages, which takes longer."""
+    *paged, windowed, hybrid = samples()
+    return (*paged, windowed, *paged, hybrid)
+
+
 def sample(name: str) -> KvModel:
     """The one of that name, without ``sample-`` before it.
 

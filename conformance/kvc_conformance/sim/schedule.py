@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import count
 from random import Random
 from typing import Any, Final
@@ -38,8 +39,20 @@ INTERIOR: Final = 0.25
 
 WHOLE: Final = 0.7
 TAKEN: Final = 0.9
-BREAKING: Final = 0.03
-"""Shares of steps: it ends where there could be a checkpoint; a checkpoint is taken at once; one of its copies fails."""
+BREAKING: Final = 0.06
+"""Shares of steps: they end where there could be a checkpoint; it is taken at once; a copy of it fails."""
+
+ALWAYS: Final[Mapping[str, float]] = {
+    "wait": 0.7,
+    "pin": 0.15,
+    "drain": 1.2,
+    "sleep": 0.08,
+    "die": 0.04,
+    "evict": 0.15,
+    "crash": 0.07,
+    "close": 0.04,
+}
+"""Weights of what can happen at any moment."""
 
 PLAIN_DEADLINES_S: Final = (0.02, 2.0, 15.0, 15.0, 15.0)
 FULL_DEADLINES_S: Final = (0.02, 0.2, 0.6)
@@ -69,42 +82,19 @@ class Schedule:
         return action
 
     def _weights(self, world: World, node: Node) -> dict[str, float]:
-        asked = node.asked.values()
-        opened = sum(not item.task.done() for item in asked)
-        ready = sum(item.prefix is not None for item in asked)
-        running = sum(not live.req.preempted for live in node.live.values())
         calls = sum(len(front.ready(world.now)) for front in node.fronts if front.calls)
-        jobs = node.jobs
-        frozen = sum(front.frozen for front in node.fronts)
-        weights = {
-            "resolve": 3.0 * (len(asked) < MOST_OPEN),
-            "cancel": 0.25 * opened,
-            "drop": 0.35 * ready,
-            "begin": 2.5 * (ready > 0 and len(node.live) < MOST_LIVE),
-            "step": 2.5 * running,
-            "preempt": 0.1 * running,
-            "resume": 1.5 * (len(node.live) - running),
-            "seal": 0.6 * running,
-            "retire": 0.8 * len(node.live),
-            "release": 0.08 * len(node.live),
-            "wait": 0.7,
-            "leave": 0.3 * len(node.waited),
-            "release_handoff": 0.2 * bool(self._handoffs),
-            "pin": 0.15,
-            "unpin": 0.2 * len(node.pins),
-            "switch": 0.12 if node.cache and node.keep else 1.0,
-            "drain": 1.2,
-            "answer": 10.0 * math.sqrt(calls),
-            "lane": 10.0 * (jobs > 0),
-            "tick": (0.05 if calls or jobs else 1.5) * (not math.isinf(world.next_s)),
-            "sleep": 0.08,
-            "freeze": 0.08 if not frozen else 0.7,
-            "die": 0.04,
-            "evict": 0.15,
-            "crash": 0.07,
-            "close": 0.04,
-        }
-        return {kind: weight for kind, weight in weights.items() if weight}
+        weights = {**ALWAYS, **_of_callers(node)}
+        if self._handoffs:
+            weights["release_handoff"] = 0.2
+        if calls:
+            weights["answer"] = 10.0 * math.sqrt(calls)
+        if node.jobs:
+            weights["lane"] = 10.0
+        if not math.isinf(world.next_s):
+            weights["tick"] = 0.05 if calls or node.jobs else 1.5
+        weights["switch"] = 0.12 if node.cache and node.keep else 1.0
+        weights["freeze"] = 0.7 if any(front.frozen for front in node.fronts) else 0.08
+        return weights
 
     # What an action needs to know
 
@@ -184,8 +174,9 @@ class Schedule:
         return name
 
     def _wait(self, action: Action, world: World, node: Node) -> None:
-        del world, node
+        del world
         kinds = ["landed", "landed", "visible", "durable", "durable", "loads", "reset"]
+        kinds += ["loads"] * (2 * any(call.verb == "load" for front in node.fronts for call in front.calls))
         kinds += ["handoff"] * bool(self._handoffs)
         kind = self._rng.choice(kinds)
         action |= {"id": next(self._ids), "for": kind, "deadline_s": self._rng.choice((0.01, 1.0, 20.0))}
@@ -259,6 +250,33 @@ class Schedule:
     def _close(self, action: Action, world: World, node: Node) -> None:
         del world, node
         action["deadline_s"] = self._rng.choice((0.5, 10.0))
+
+
+def _of_callers(node: Node) -> dict[str, float]:
+    """Weights of what callers may do with what they have of a process."""
+    asked, live, weights = node.asked.values(), len(node.live), {}
+    opened = sum(not item.task.done() for item in asked)
+    ready = sum(item.prefix is not None for item in asked)
+    running = sum(not item.req.preempted for item in node.live.values())
+    if len(asked) < MOST_OPEN:
+        weights["resolve"] = 3.0
+    if opened:
+        weights["cancel"] = 0.25 * opened
+    if ready:
+        weights["drop"] = 0.35 * ready
+    if ready and live < MOST_LIVE:
+        weights["begin"] = 2.5
+    if running:
+        weights |= {"step": 2.5 * running, "preempt": 0.1 * running, "seal": 0.6 * running}
+    if live:
+        weights |= {"retire": 0.8 * live, "release": 0.08 * live}
+    if live > running:
+        weights["resume"] = 1.5 * (live - running)
+    if node.waited:
+        weights["leave"] = 0.3 * len(node.waited)
+    if node.pins:
+        weights["unpin"] = 0.2 * len(node.pins)
+    return weights
 
 
 def _ready(node: Node) -> list[int]:

@@ -21,8 +21,8 @@ from kvc_conformance.sim.checked import (
     seed_faults,
     setting_faults,
 )
-from kvc_conformance.sim.judge import Counts, Judge, Violation
 from kvc_conformance.sim.device import BrokenCopy
+from kvc_conformance.sim.judge import Counts, Judge, Violation
 from kvc_conformance.sim.prompts import Prompts
 from kvc_conformance.sim.schedule import Schedule
 from kvc_conformance.sim.setting import Setting

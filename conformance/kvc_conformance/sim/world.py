@@ -10,18 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvc_conformance.sim import beside, callers, nature, watch
+from kvc_conformance.sim import beside, callers, ending, nature, watch
+from kvc_conformance.sim.front import Front, make_shelf
 from kvc_conformance.sim.judge import Judge
 from kvc_conformance.sim.loop import VirtualLoop
-from kvc_conformance.sim.node import (
-    Front,
-    Live,
-    Node,
-    make_shelf,
-    record_names,
-    records_of,
-    relayed,
-)
+from kvc_conformance.sim.node import Live, Node, record_names, records_of, relayed
 from kvc_conformance.sim.prompts import SPACE, Prompts
 from kvc_conformance.sim.setting import AMPLE, Setting
 from kvcontract.contract.errors import InternalFault
@@ -120,7 +113,7 @@ class World:
         Raises:
             Violation: something does not hold.
         """
-        watch.finish(self)
+        ending.finish(self)
         self.judge.raise_found()
 
     def discard(self) -> None:
@@ -147,7 +140,7 @@ class World:
     def _listen_to(self, pool: BlockPool) -> None:
         def came_back() -> None:
             self._releases += 1
-            if self._releases % _AUDITED_RELEASES == 0:
+            if self._releases % (_AUDITED_RELEASES * len(self.prompts.spaces)) == 0:
                 self._audit(pool, "B4")
 
         pool.on_release(came_back)
