@@ -272,9 +272,8 @@ class StoreCore:
         idle = [crew.close(deadline) for crew in self.crews.values()]
         await settled(self._saves, deadline)  # those that came meanwhile: the workers refused them
         stuck = tuple(tier.name for tier in self.all_tiers if not tier.close(deadline))
-        for part in self.parts:
-            for known in part.known:
-                known.unsubscribe()
+        for known in (known for part in self.parts for known in part.known):
+            known.unsubscribe()
         loads, saves = len(self.loading), len(self._saves)
         drained = all(idle) and not (loads or saves or stuck or relays)
         return CloseReport(drained, loads, saves, stuck, relays)

@@ -146,8 +146,8 @@ class SideSaver(Saver):
             dropped.done.settle(None)
 
     def _came_back(self, rank: Berth) -> None:
-        berth = self._berths.get(rank.name)
-        if berth is not None:
+        del rank  # what a tier has room for again may be another rank's
+        for berth in tuple(self._berths.values()):
             self._drain(berth)
 
     def _drain(self, berth: SideBerth) -> None:
