@@ -117,6 +117,10 @@ class SideSaver(Saver):
         left: Flags = np.logical_not(whole)
         if batch is not None:
             left[np.flatnonzero(whole)[batch.shed]] = True
+            if not len(batch.numbers):  # all of it is over budget
+                with self._lock:
+                    del self._open[batch]
+                batch = None
         return batch, found.rows(left)
 
     # What was shed (C5)
