@@ -16,10 +16,17 @@ from kvcontract.tiers.fault import FAULTS_OF
 MOST_OPEN: Final = 5
 MOST_LIVE: Final = 3
 FAULTY: Final = 0.16
-"""Share of answers that something befalls."""
+FAULTY_OF_MANY: Final = 0.05
+"""Shares of answers that something befalls; of those to look-ups, where there are several for a boundary."""
 
 IN_ORDER: Final = 0.6
 """Share of answers that come to the oldest call."""
+
+STALE_LOADS: Final = 0.08
+"""Share of loads that come too late, where states are among what is loaded."""
+
+ALIKE: Final = (0, 0, 0, 1, 1, 2, 3)
+"""Streams of prompts, where few boundaries lie that one could go on from."""
 
 FULL_HIT: Final = 0.2
 FULL_PAGES: Final = 0.5
@@ -54,6 +61,9 @@ ALWAYS: Final[Mapping[str, float]] = {
 }
 """Weights of what can happen at any moment."""
 
+DRAIN_BESIDE: Final = 0.8
+"""Likewise, where nobody who runs keeps what others could go on from."""
+
 PLAIN_DEADLINES_S: Final = (0.02, 2.0, 15.0, 15.0, 15.0)
 FULL_DEADLINES_S: Final = (0.02, 0.2, 0.6)
 
@@ -84,6 +94,8 @@ class Schedule:
     def _weights(self, world: World, node: Node) -> dict[str, float]:
         calls = sum(len(front.ready(world.now)) for front in node.fronts if front.calls)
         weights = {**ALWAYS, **_of_callers(node)}
+        if world.prompts.beside:
+            weights["drain"] = DRAIN_BESIDE
         if self._handoffs:
             weights["release_handoff"] = 0.2
         if calls:
@@ -105,7 +117,7 @@ class Schedule:
         action |= {
             "id": next(self._ids),
             "rank": rng.randrange(len(node.pools)),
-            "stream": rng.randrange(len(PARENTS)),
+            "stream": rng.choice(ALIKE) if world.prompts.beside else rng.randrange(len(PARENTS)),
             "scope": int(rng.random() < OTHER_SCOPE) % len(SCOPES),
             "tokens": rng.randint(1, world.prompts.length - 1),
             "policy": {
@@ -219,9 +231,12 @@ class Schedule:
         ready = node.fronts[tier].ready(world.now)
         at = 0 if rng.random() < IN_ORDER else rng.randrange(len(ready))
         fault = None
-        if rng.random() < FAULTY:
+        many = world.prompts.beside and ready[at].verb == "lookup"  # one for each part: so few go well together
+        if rng.random() < (FAULTY_OF_MANY if many else FAULTY):
             kinds = [str(kind) for kind in FAULTS_OF[ready[at].verb]]
             fault = rng.choice([*kinds, *kinds, "stale", "delay", "delay"])
+        elif world.prompts.beside and ready[at].verb == "load" and rng.random() < STALE_LOADS:
+            fault = "stale"
         action |= {"tier": tier, "call": at, "fault": fault, "at": rng.randrange(8)}
         if fault == "delay":
             action["delay_s"] = rng.choice((0.03, 0.3, 20.0))

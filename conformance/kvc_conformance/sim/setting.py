@@ -27,9 +27,11 @@ DEFERRED: Final = 0.4
 """Shares of the worlds that are so."""
 
 STEP_TOKENS: Final = (3, 9)
-SPARE_BLOCKS: Final = (0, 8)
-SPARE_SLOTS: Final = (0, 3)
-"""Most tokens of a step; blocks of a space above the fewest that can serve a request; both from, to."""
+"""Most tokens of a step, from, to."""
+
+SPARE_BLOCKS: Final = (0, 1, 2, 4, 8)
+SPARE_SLOTS: Final = (0, 1, 2, 4, 6)
+"""Blocks of a space above the fewest that can serve one request and one prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Setting:
             step_tokens=step,
             blocks={
                 space.key: space.least_blocks(step)
-                + rng.randint(*(SPARE_BLOCKS if space.group is None else SPARE_SLOTS))
+                + rng.choice(SPARE_BLOCKS if space.group is None else SPARE_SLOTS)
                 for space in spaces
             },
             deferred=rng.random() < DEFERRED,
