@@ -49,7 +49,7 @@ class Form:
         """What the rows of a stream leave: uint8[blocks, bytes], by page, or by token for slots.
 
         Args:
-            content: uint8[tokens, row bytes], see `Content`.
+            content: uint8[tokens, bytes]: after each token its row, then the state that it leaves.
         """
         count = -(-len(content) // self._page) if self.paged else len(content)
         made = Binding.allocate(self.space, count)
@@ -92,7 +92,9 @@ class Form:
     def _rows(self, arena: Arena, field: Field, content: Bytes) -> Rows:
         """What a worker holds of the rows of one field: [rows, *axes], in units of an element."""
         first = 0
-        for other, its in ((item, its) for item in self._model.arenas for its in item.fields):
+        kinds = {group.name: group.kind for group in self._model.groups}
+        in_order = sorted(self._model.arenas, key=lambda item: kinds[item.group] == "bounded")
+        for other, its in ((item, its) for item in in_order for its in item.fields):
             if (other.name, its.name) == (arena.name, field.name):
                 break
             first += _row_bytes(its)
@@ -148,13 +150,20 @@ class Images:
         self._streams, self._scopes = streams, scopes
         self.form = functools.cache(functools.partial(Form, model))
         self.of = functools.cache(self._of)
-        self._rows = functools.cache(
-            lambda stream, scope: self._content.rows(self._streams[stream], whose=self._scopes[scope])
-        )
+        self._all = functools.cache(self._everything)
 
     def _of(self, stream: int, scope: int, key: str, worker: int, tp: int) -> Bytes:
         """See `Form.images`."""
-        return self.form(key, worker, tp).images(self._rows(stream, scope))
+        return self.form(key, worker, tp).images(self._all(stream, scope))
+
+    def _everything(self, stream: int, scope: int) -> Bytes:
+        """uint8[tokens, bytes]: after each token its row, then the state that it leaves."""
+        tokens, whose = self._streams[stream], self._scopes[scope]
+        rows = self._content.rows(tokens, whose=whose)
+        if not self._content.state_bytes:
+            return rows
+        states = [self._content.state(tokens, end, whose) for end in range(1, len(tokens) + 1)]
+        return np.concatenate([rows, np.stack(states)], axis=1)
 
 
 class Memory:
