@@ -231,7 +231,9 @@ class Schedule:
         ready = node.fronts[tier].ready(world.now)
         at = 0 if rng.random() < IN_ORDER else rng.randrange(len(ready))
         fault = None
-        many = world.prompts.beside and ready[at].verb == "lookup"  # one for each part: so few go well together
+        many = (
+            world.prompts.beside and ready[at].verb == "lookup"
+        )  # one for each part: so few go well together
         if rng.random() < (FAULTY_OF_MANY if many else FAULTY):
             kinds = [str(kind) for kind in FAULTS_OF[ready[at].verb]]
             fault = rng.choice([*kinds, *kinds, "stale", "delay", "delay"])
