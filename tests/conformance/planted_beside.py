@@ -39,22 +39,6 @@ def a4_late_states_are_thrown_away(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(side_fetch.SideFetcher, "_came", comes)
 
 
-def a16_everybody_loads_states_for_himself(patch: pytest.MonkeyPatch) -> None:
-    """State that another is bringing is loaded again."""
-
-    class Blind(dict[Any, Any]):
-        def get(self, *_: Any) -> None:
-            return None
-
-    honest = side_fetch.SideFetcher.__init__
-
-    def begin(self: side_fetch.SideFetcher, *args: Any, **more: Any) -> None:
-        honest(self, *args, **more)
-        self._flights = Blind()
-
-    patch.setattr(side_fetch.SideFetcher, "__init__", begin)
-
-
 def a20_a_tier_may_take_as_long_as_it_likes(patch: pytest.MonkeyPatch) -> None:
     """A tier's own limit is not kept to when it is asked for states."""
     patch.setattr(side_fetch.SideFetcher, "_deadline", lambda _self, search, *_tiers: search.deadline)
@@ -212,7 +196,6 @@ def r3_pages_slide_out_too_early(patch: pytest.MonkeyPatch) -> None:
 
 HYBRID: tuple[Plant, ...] = (
     a4_late_states_are_thrown_away,
-    a16_everybody_loads_states_for_himself,
     a20_a_tier_may_take_as_long_as_it_likes,
     b4_the_promise_of_a_side_pool_stays,
     c1_a_block_is_saved_although_it_has_another_occupant,

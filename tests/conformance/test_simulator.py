@@ -276,17 +276,14 @@ def test_reaches_states_and_boundaries_are_cut_to_the_length_of_a_stream() -> No
     assert small.arenas[2].fields[0].axes == {"head": 4, "key": 2, "value": 2}
 
 
-@pytest.mark.parametrize("name", ["windowed", "hybrid"])
-def test_a_small_declaration_is_simulated_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_declaration_is_simulated_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """`--model`: and only what it can reach is expected of it."""
-    assert main(["simulate", "--model", name, "--seeds", "20", "--json"]) == 1  # too few to reach everything
+    arguments = ["simulate", "--model", "windowed", "--seeds", "20", "--jobs", "1", "--json"]
+    assert main(arguments) == 1  # too few to reach everything
     document = json.loads(capsys.readouterr().out)
     assert (document["seeds"], document["violation"]) == (20, None)
     assert document["clauses"]["B17"]
-    assert ("F1" in document["clauses"]) is (name == "hybrid")
-    assert not {"F1", "checkpoint ok", "fail copy"}.intersection(
-        document["unreached"] if name == "windowed" else ()
-    )
+    assert not {"F1", "checkpoint ok", "fail copy"}.intersection(document["unreached"])
 
 
 def test_a_trace_of_another_declarations_spaces_is_refused(beside: dict[str, Prompts]) -> None:

@@ -202,6 +202,8 @@ def _look_at_gauges(world: World, node: Node) -> None:
         _look_at_owed(world, node)
     if node.landed:
         _look_at_landed(world, node, gauges)
+    if node.landing and not gauges["loads"]:
+        node.landing.clear()  # what has ended in part does not go on
 
 
 def _look_at_leases(world: World, node: Node, opened: int, gauges: Gauges) -> None:
