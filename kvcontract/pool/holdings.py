@@ -265,6 +265,11 @@ class Holdings:
         """What it has in each pool."""
         return [*self.windows, *self.slots]
 
+    def entitlement(self, key: str) -> Entitlement | None:
+        """What it is promised of one pool; None: it has nothing there."""
+        of_key = (view.entitlement for view in self.views if view.key == key)
+        return next((item for item in of_key if item.live), None)
+
     def branch(self, pages: int, shared: int) -> Holdings | None:
         """What a branch of so many pages needs, which shares the named ones; None, where it has to wait."""
         made = self.promised(self._sides, pages)
@@ -390,7 +395,8 @@ class Holdings:
             end.callback(self._forget_copies)
             end.callback(self.unstage)
             for view in self.views:
-                end.callback(view.entitlement.release)
+                if view.entitlement.live:  # a save of the last blocks may have ended it
+                    end.callback(view.entitlement.release)
 
 
 def _let_go(reservations: dict[str, Reservation]) -> None:

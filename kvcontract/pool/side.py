@@ -301,7 +301,9 @@ class SidePool(Guards):
             run.sources = blocks
             return True
 
-    def pin_named(self, blocks: Pages, generations: npt.NDArray[np.uint32], *, ending: bool = False) -> Flags:
+    def pin_named(
+        self, blocks: Pages, generations: npt.NDArray[np.uint32], ending: Entitlement | None = None
+    ) -> Flags:
         """Keep blocks from being issued again until `unpin` (C1), as far as each has its occupant still.
 
         A pin takes room; where there is too little, the last blocks are left out.
@@ -309,22 +311,29 @@ class SidePool(Guards):
         Args:
             blocks: int32 [n], none twice.
             generations: uint32 [n], of the occupants that are meant.
-            ending: the caller ends right after, and what is booked for it: what it owns takes no room.
+            ending: of a request that ends with this; consumed, and what it has given back makes room.
 
         Returns:
             bool [n], which are pinned.
+
+        Raises:
+            UsageFault: the entitlement is spent.
         """
         with self._gate() as books:
             there: Flags = (books.generation[blocks] == generations) & (books.state[blocks] > STAGED)
-            fresh = np.flatnonzero(
-                there & (books.pins[blocks] == 0) & ((books.refs[blocks] == 0) | (not ending))
-            )
-            there[fresh[max(0, self._room()) :]] = False
+            fresh, room = np.flatnonzero(there & (books.pins[blocks] == 0)), self._room()
+            if ending is not None:
+                run = self._peek(ending)
+                own = np.isin(blocks[fresh], run.owned)
+                fresh, room = fresh[~own], room + run.booked - int(np.count_nonzero(own))
+            there[fresh[max(0, room) :]] = False
             pages = blocks[there]
             cached = pages[books.refs[pages] == 0]
             books.reference(cached)
             books.refs[cached] -= 1  # the pin is the only reference
             books.pin(pages)
+            if ending is not None:  # after the pins: without retention, what nobody has is forgotten
+                self._close(self._claim(ending))
             return there
 
     # Under the gate

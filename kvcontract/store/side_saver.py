@@ -11,6 +11,7 @@ import numpy as np
 
 from kvcontract.contract.model import Scope
 from kvcontract.core.pending import Pending
+from kvcontract.pool.handles import Entitlement
 from kvcontract.pool.request import RequestKv
 from kvcontract.pool.side import Flags
 from kvcontract.store.rank import Berth, SideBerth
@@ -80,7 +81,8 @@ class SideSaver(Saver):
             berth, _joined([item.by_space[berth.pool.key] for item in mine]), handoff, retry=last
         )
         events, key = mine[-1].after, key_of(req.scope)
-        batch, left = self._chosen(berth, found, cls, handoff, key, last=last)
+        ending = req.ending(berth.pool.key) if last else None
+        batch, left = self._chosen(berth, found, cls, handoff, key, ending, last=last)
         if last and handoff is None and len(left.keys):
             self._remember(berth, Left(left, key))
         if batch is not None:
@@ -97,11 +99,12 @@ class SideSaver(Saver):
         cls: SaveClass,
         handoff: str | None,
         key: KeyId | None,
+        ending: Entitlement | None,
         *,
         last: bool,
     ) -> tuple[Batch | None, Artefact]:
         """Pin what there is room and budget for; what may be saved now, and what of it may not."""
-        held = berth.pool.pin_named(found.blocks.ravel(), found.generations.ravel(), ending=last)
+        held = berth.pool.pin_named(found.blocks.ravel(), found.generations.ravel(), ending)
         pinned = found.blocks.ravel()[held]
         whole = held.reshape(found.blocks.shape).all(axis=1)
         batch: Batch | None = None
@@ -166,7 +169,7 @@ class SideSaver(Saver):
             try:
                 found = self._wanted(berth, item.found, None, retry=False)
                 batch, item.found = self._chosen(
-                    berth, found, SaveClass.CACHEABLE, None, item.key, last=False
+                    berth, found, SaveClass.CACHEABLE, None, item.key, None, last=False
                 )
                 with self._lock:
                     # Without a save under way nobody would come back to it: it is given up (R5).

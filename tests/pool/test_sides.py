@@ -15,6 +15,7 @@ from kvcontract.contract.model import Arena, Chunk, Field, Group, KvModel, Weigh
 from kvcontract.contract.model import Scope as TheScope
 from kvcontract.pool import BlockPool, Later, MediaItem, Never, RequestKv, admit
 from kvcontract.pool.checkpoints import NO_CHECKPOINTS, CheckpointPolicy, Checkpoints
+from kvcontract.pool.handles import Entitlement
 from kvcontract.pool.side import SidePool
 from kvcontract.pool.sides import Sides, Slotted, Windowed, make_sides
 
@@ -417,6 +418,31 @@ def test_c1_only_the_occupant_that_was_meant_is_pinned() -> None:
     pinned = side.pin_named(blocks, generations)
     assert pinned.sum() == 2
     side.unpin(blocks[pinned])
+    other.release()
+    side.check_books()
+
+
+@pytest.mark.parametrize("retention", [True, False])
+def test_b4_c1_a_request_that_ends_makes_room_for_the_pins_of_what_it_had(retention: bool) -> None:
+    """B4, C1: in a pool that has no room, at one stroke; what others own takes room as ever."""
+    side = SidePool("x", 5, PAGE, retention=retention)
+    mine, other = side.promise(2), side.promise(2)
+    assert isinstance(mine, Entitlement)
+    assert isinstance(other, Entitlement)
+    for of, keys in ((mine, chain(2)), (other, chain(4)[2:])):
+        side.draw(of, 2)
+        side.register(of, keys)
+    blocks = np.concatenate([mine.pages, other.pages])
+    assert not side.pin_named(blocks, side.generation[blocks]).any()
+    pinned = side.pin_named(blocks, side.generation[blocks], mine)
+    assert pinned.tolist() == [True, True, False, False]
+    assert not mine.live
+    side.check_books()
+    assert side.promise(1) is None
+    side.unpin(blocks[:2])
+    assert side.present(chain(2)).tolist() == [retention] * 2
+    with pytest.raises(UsageFault, match="consumed or released"):
+        side.pin_named(blocks[:2], side.generation[blocks[:2]], mine)
     other.release()
     side.check_books()
 

@@ -67,13 +67,14 @@ def simulated(model: KvModel) -> KvModel:
         update={
             "repack": None,
             "weights": named,
-            "groups": tuple(_near(group, page, model.page_tokens) for group in model.groups),
             "arenas": tuple(
                 _smaller(model, arena) if arena.group in bounded else arena for arena in model.arenas
             ),
         }
     )
-    return trimmed(plain, page, LEAST_ROW_BYTES, step * page if step > 1 else None)
+    small = trimmed(plain, page, LEAST_ROW_BYTES, step * page if step > 1 else None)
+    near = tuple(_near(group, page, model.page_tokens) for group in model.groups)
+    return small.model_copy(update={"groups": near})
 
 
 def _beside(group: Group) -> bool:
@@ -97,7 +98,7 @@ def _near(group: Group, page: int, was: int) -> Group:
 
 def _smaller(model: KvModel, arena: Arena) -> Arena:
     """A state of few bytes: it is written at every step of every request."""
-    if Content(model.model_copy(update={"arenas": (arena,)})).row_bytes <= MOST_STATE_BYTES:
+    if Content(model.model_copy(update={"arenas": (arena,)})).state_bytes <= MOST_STATE_BYTES:
         return arena
     fields = tuple(
         field.model_copy(update={"axes": {axis: _cut(field, axis) for axis in field.axes}})
