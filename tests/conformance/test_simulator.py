@@ -28,7 +28,7 @@ from kvcontract.contract.model import Window
 SEEDS = 2000
 """Within which every planted violation must be found."""
 
-QUIET_SEEDS = 60
+QUIET_SEEDS = 45
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +135,16 @@ def test_several_processes_reach_every_kind(capsys: pytest.CaptureFixture[str], 
 
 
 def test_a_kind_that_is_never_reached_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that is too short to say anything does not look like one that found nothing."""
-    assert main(["simulate", "--seeds", "1", "--jobs", "1"]) == 1
-    assert "never reached: " in capsys.readouterr().out
+    """A run that is too short to say anything does not look like one that found nothing.
+
+    Of one of the small declarations only that is expected which it can reach.
+    """
+    assert main(["simulate", "--model", "windowed", "--seeds", "1", "--jobs", "1"]) == 1
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "never reached: " in said
+    assert "1 seeds in" in said
+    for only_of_states in ("F1", "checkpoint ok", "fail copy"):
+        assert only_of_states not in said
 
 
 def test_a_model_is_simulated_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,16 +281,6 @@ def test_reaches_states_and_boundaries_are_cut_to_the_length_of_a_stream() -> No
     assert small.groups[1].reach == Window(tokens=5, sink_tokens=2)
     assert small.groups[2].boundary_tokens == 4
     assert small.arenas[2].fields[0].axes == {"head": 4, "key": 2, "value": 2}
-
-
-def test_a_small_declaration_is_simulated_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--model`: and only what it can reach is expected of it."""
-    arguments = ["simulate", "--model", "windowed", "--seeds", "20", "--jobs", "1", "--json"]
-    assert main(arguments) == 1  # too few to reach everything
-    document = json.loads(capsys.readouterr().out)
-    assert (document["seeds"], document["violation"]) == (20, None)
-    assert document["clauses"]["B17"]
-    assert not {"F1", "checkpoint ok", "fail copy"}.intersection(document["unreached"])
 
 
 def test_a_trace_of_another_declarations_spaces_is_refused(beside: dict[str, Prompts]) -> None:

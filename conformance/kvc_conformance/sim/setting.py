@@ -30,7 +30,7 @@ STEP_TOKENS: Final = (3, 9)
 """Most tokens of a step, from, to."""
 
 SPARE_BLOCKS: Final = (0, 1, 2, 4, 8)
-SPARE_SLOTS: Final = (0, 1, 2, 4, 6)
+SPARE_SLOTS: Final = (0, 0, 1, 1, 2, 4)
 """Blocks of a space above the fewest that can serve one request and one prefix."""
 
 

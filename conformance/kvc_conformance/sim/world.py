@@ -14,7 +14,7 @@ from kvc_conformance.sim import beside, callers, ending, nature, watch
 from kvc_conformance.sim.front import Front, make_shelf
 from kvc_conformance.sim.judge import Judge
 from kvc_conformance.sim.loop import VirtualLoop
-from kvc_conformance.sim.node import Live, Node, record_names, records_of, relayed
+from kvc_conformance.sim.node import Live, Node, part_of, record_names, records_of, relayed
 from kvc_conformance.sim.prompts import SPACE, Prompts
 from kvc_conformance.sim.setting import AMPLE, Setting
 from kvcontract.contract.errors import InternalFault
@@ -210,6 +210,9 @@ class World:
                     self.answer(node, front, call, None)
                     served = True
         self.loop.settle()
+        # Who looked for a boundary may have had to do with a lower one since, and taken blocks of the other.
+        pages = self.prompts.spaces[SPACE].part.id
+        node.landed = [record for record in node.landed if part_of(record) == pages]
         return served
 
     # Requests
