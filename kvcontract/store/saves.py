@@ -148,8 +148,25 @@ class Batch:
 
 
 @dataclass(slots=True, eq=False)
-class Shed:
-    """Records of a retired request that still want to be saved; `done` once that has ended, or is given up.
+class Remembered:
+    """What a retired request has left to be saved.
+
+    Attributes:
+        saves: that were begun for it.
+        done: settles once nothing is left to begin, or it is given up, and all of them have ended (C8).
+    """
+
+    saves: list[Pending[None]] = field(default_factory=list, kw_only=True)
+    done: Pending[None] = field(default_factory=Pending, kw_only=True)
+
+    def end(self) -> None:
+        """Nothing more begins for it."""
+        all_of(self.saves).on_done(lambda _: self.done.settle(None))
+
+
+@dataclass(slots=True, eq=False)
+class Shed(Remembered):
+    """Records of a retired request that still want to be saved.
 
     Each is tried once in each tier: one that fails again would keep those behind it waiting for ever.
 
@@ -166,8 +183,6 @@ class Shed:
     key: KeyId | None
     open: NDArray[np.bool_]
     fresh: bool = True
-    saves: list[Pending[SealReport]] = field(default_factory=list)
-    done: Pending[None] = field(default_factory=Pending)
 
     @property
     def first(self) -> int:
@@ -193,10 +208,6 @@ class Shed:
             if batch.capped.size:
                 self.open[:, batch.numbers] = batch.capped
         return bool(self.open.any())
-
-    def end(self) -> None:
-        """Nothing more is tried: it is done once what was tried has landed."""
-        all_of(self.saves).on_done(lambda _: self.done.settle(None))
 
 
 class SavingBudgets:

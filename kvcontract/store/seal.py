@@ -252,7 +252,7 @@ class Sealer(Saver):
         if batch is None:
             return left, False
         self._tally.count("pages_tried_again", len(batch.pages))
-        item.saves.append(batch.report)
+        item.saves.append(batch.done)
         # They were told of when they were shed first.
         batch.shed, batch.capped = batch.shed[:0], batch.capped[:0, :0]
         self._start(batch)

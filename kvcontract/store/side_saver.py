@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvcontract.pool.request import RequestKv
 from kvcontract.pool.side import Flags
 from kvcontract.store.rank import Berth, SideBerth
 from kvcontract.store.saver import Saver
-from kvcontract.store.saves import NOTHING, Batch, Run, SealReport
+from kvcontract.store.saves import NOTHING, Batch, Remembered, Run, SealReport
 from kvcontract.store.snapshots import Artefact, Checkpoint
 from kvcontract.store.worker import After
 from kvcontract.tiers.base import SaveClass
@@ -27,12 +27,11 @@ KEPT_SHED: Final = 256
 
 
 @dataclass(slots=True, eq=False)
-class Left:
-    """What a retired request has left to be saved; `done` once all of it is under way, or is given up."""
+class Left(Remembered):
+    """Records of a part, of a retired request."""
 
     found: Artefact
     key: KeyId | None
-    done: Pending[None] = field(default_factory=Pending)
 
 
 class SideSaver(Saver):
@@ -140,7 +139,7 @@ class SideSaver(Saver):
             items = [item for line in self._left.values() for item in line]
             self._left.clear()
         for item in items:
-            item.done.settle(None)
+            item.end()
 
     def _remember(self, berth: SideBerth, item: Left) -> None:
         self._tally.count("blocks_not_saved_shed", int(item.found.blocks.size))
@@ -150,7 +149,7 @@ class SideSaver(Saver):
             line.append(item)
             dropped = line.popleft() if len(line) > KEPT_SHED else None
         if dropped is not None:
-            dropped.done.settle(None)
+            dropped.end()
 
     def _came_back(self, rank: Berth) -> None:
         del rank  # what a tier has room for again may be another rank's
@@ -171,19 +170,22 @@ class SideSaver(Saver):
                 batch, item.found = self._chosen(
                     berth, found, SaveClass.CACHEABLE, None, item.key, None, last=False
                 )
+                if batch is not None:
+                    item.saves.append(batch.done)
                 with self._lock:
+                    mine = bool(line) and line[0] is item  # it may have been given up meanwhile
                     # Without a save under way nobody would come back to it: it is given up (R5).
                     ended = not len(item.found.keys) or (batch is None and not self._open)
-                    if ended and line and line[0] is item:
+                    if mine and ended:
                         line.popleft()
             finally:
                 with self._lock:
                     self._draining.discard(berth.name)
-            if ended and not item.done.done:
-                item.done.settle(None)
+            if mine and ended:
+                item.end()
             if batch is not None:
                 self._start(batch)  # it may end at once, and come back here
-            elif not ended:
+            elif mine and not ended:
                 return  # until pins come back
 
     def _wanted(self, berth: SideBerth, found: Artefact, handoff: str | None, *, retry: bool) -> Artefact:
