@@ -367,10 +367,7 @@ class RequestKv(RequestView):
             self._give_back()
 
     def ending(self, key: str) -> Entitlement | None:
-        """What it is promised of another pool and needs no longer, as it is released next.
-
-        None if it has nothing there, or while a chunk is outstanding.
-        """
+        """What it is promised of another pool, if it may be given back now: no chunk is outstanding."""
         return None if self._chunk is not None else self._beside.entitlement(key)
 
     def __enter__(self) -> Self:
