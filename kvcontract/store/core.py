@@ -187,13 +187,7 @@ class StoreCore:
             tell=tell,
             key_of=self.key_of,
         )
-        common, share = (self.tally, clock.time), self.options.save_budget
-        self.side_savers = {
-            key: SideSaver(
-                item.known, self.policies, item.relays, item.berths, *common, budget=share, growing=False
-            )
-            for key, item in self.sides.items()
-        }
+        self.side_savers = {key: self._side_saver(part) for key, part in self.sides.items()}
         self.snapshots = Snapshots(self.record_keyer, self.crews, self.tally)
         self.cost = CostModel(self.options.cost, self.tally)
         self.lines = Lines()
@@ -209,7 +203,7 @@ class StoreCore:
         self.explanations = Explanations(self._known_elsewhere)
         groups = [group for part in (pages, *self.sides.values()) for group in part.part.groups]
         answers = Answers(groups, self.tiers, self.tally, self.explanations)
-        self.side_fetcher = SideFetcher(self.sides, self.tiers, *common, limits_s=limits_s)
+        self.side_fetcher = SideFetcher(self.sides, self.tiers, self.tally, clock.time, limits_s=limits_s)
         self.resolver = Resolver(
             self.keyer,
             self.record_keyer,
@@ -226,6 +220,18 @@ class StoreCore:
         known = list(zip(*(part.known for part in self.parts), strict=True))
         self.resetter = Resetter(ranks, known, self._busy, self.pins.clear)
         self._stop = [rank.pool.on_release(self._waker(rank.name)) for rank in ranks]
+
+    def _side_saver(self, part: PartStore) -> SideSaver:
+        return SideSaver(
+            part.known,
+            self.policies,
+            part.relays,
+            part.berths,
+            self.tally,
+            self.clock.time,
+            budget=self.options.save_budget,
+            growing=False,
+        )
 
     @property
     def parts(self) -> tuple[PartStore, ...]:
