@@ -188,13 +188,7 @@ class StoreCore:
             tell=self.options.events is not None,
             key_of=self.key_of,
         )
-        common, share = (self.tally, clock.time), self.options.save_budget
-        self.side_savers = {
-            key: SideSaver(
-                item.known, self.policies, item.relays, item.berths, *common, budget=share, growing=False
-            )
-            for key, item in self.sides.items()
-        }
+        self.side_savers = {key: self._side_saver(part) for key, part in self.sides.items()}
         self.snapshots = Snapshots(self.record_keyer, self.crews, self.tally)
 
     def _connect(self, ranks: Sequence[Rank]) -> None:
@@ -230,6 +224,10 @@ class StoreCore:
         known = list(zip(*(part.known for part in self.parts), strict=True))
         self.resetter = Resetter(ranks, known, self._busy, self.pins.clear)
         self._stop = [rank.pool.on_release(self._waker(rank.name)) for rank in ranks]
+
+    def _side_saver(self, part: PartStore) -> SideSaver:
+        given = part.known, self.policies, part.relays, part.berths, self.tally, self.clock.time
+        return SideSaver(*given, budget=self.options.save_budget, growing=False)
 
     @property
     def parts(self) -> tuple[PartStore, ...]:

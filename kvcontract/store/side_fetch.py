@@ -217,41 +217,56 @@ class SideFetcher:
     async def _fetched(self, search: Search, offers: Offers, boundary: int) -> bool:
         """Load what a boundary needs and the device has not got, all of it at once.
 
+        What it has got is held meanwhile: room for the rest must not be made of it.
+
         Returns:
             Whether others were bringing some of it: what they did not bring may be asked for again (A16).
         """
         joined: dict[Flight, None] = {}
         others = False
-        for side in search.rank.pool.sides:
-            numbers = side.needed(boundary)
-            if not len(numbers):
-                continue
-            missing = numbers[~side.index.present(search.keys[numbers])]
-            going = [
-                self._flights.get((search.rank.name, side.key, search.keys[number].tobytes()))
-                for number in missing.tolist()
-            ]
-            joined |= dict.fromkeys(flight for flight in going if flight is not None)  # A16
-            others = others or bool(joined)
-            left = missing[[flight is None for flight in going]]
-            if not len(left):
-                continue
-            if search.late():
-                return False  # A9
-            flight = Flight(side, self._parts[side.index.key], search.rank, left, search.keys[left].copy())
-            self._open[flight] = None
-            for name in flight.names:
-                self._flights[search.rank.name, side.key, name.tobytes()] = flight
-            begun = False
-            try:
-                begun = await self._begin(search, flight, offers.by_tier[side.key])
-            finally:
-                if not begun:
-                    self._over(flight)
+        with ExitStack() as held:
+            for side in search.rank.pool.sides:
+                numbers = side.needed(boundary)
+                there = side.index.present(search.keys[numbers])
+                if there.any():
+                    kept = side.index.hold(search.keys[numbers[there]])
+                    if kept is None:
+                        search.degrade(f"no room in {side.key}")
+                        return False
+                    held.enter_context(kept)
+                missing = numbers[~there]
+                going = [
+                    self._flights.get((search.rank.name, side.key, search.keys[number].tobytes()))
+                    for number in missing.tolist()
+                ]
+                joined |= dict.fromkeys(flight for flight in going if flight is not None)  # A16
+                others = others or bool(joined)
+                left = missing[[flight is None for flight in going]]
+                if not len(left):
+                    continue
+                if search.late():
+                    return False  # A9
+                flight = await self._flown(search, side, left, offers.by_tier[side.key])
+                if flight is None:
+                    return False  # what has begun ends by itself, and is found by whoever comes next
+                joined[flight] = None
+            return await self._landed(search, list(joined)) and others
+
+    async def _flown(
+        self, search: Search, side: Side, numbers: NDArray[np.int64], by_tier: Sequence[Flags]
+    ) -> Flight | None:
+        """Begin to load some blocks, for all who want them; None if that cannot be."""
+        flight = Flight(side, self._parts[side.index.key], search.rank, numbers, search.keys[numbers].copy())
+        self._open[flight] = None
+        for name in flight.names:
+            self._flights[search.rank.name, side.key, name.tobytes()] = flight
+        begun = False
+        try:
+            begun = await self._begin(search, flight, by_tier)
+        finally:
             if not begun:
-                return False  # what has begun ends by itself, and is found by whoever comes next
-            joined[flight] = None
-        return await self._landed(search, list(joined)) and others
+                self._over(flight)
+        return flight if begun else None
 
     async def _landed(self, search: Search, flights: Sequence[Flight]) -> bool:
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench_store import PAGE, Setup, prompt, setup
+import numpy as np
+from bench_store import PAGE, SCOPE, Setup, prompt, setup
 
 from kvcontract.pool.request import RequestKv
 from kvcontract.store.core import StoreOptions
@@ -66,6 +67,24 @@ def test_a17_states_that_came_while_a_tier_was_asked_are_not_loaded() -> None:
         assert (prefix.hit_tokens, asked) == (6 * PAGE, sides + 2)
         assert s.tier.count("load") == loads + 1  # the full pages
         release(prefix)
+
+
+def test_r6_room_for_what_is_missing_is_not_made_of_what_is_there() -> None:
+    """R2, R6: blocks that the same boundary needs are held while the others are loaded."""
+    tokens = TOKENS[: 5 * PAGE + 1]
+    with setup() as s:
+        s.stored(tokens)
+        s.store.retire(s.compute(tokens))
+        side = s.pool.sides.windows[0]
+        first, *others = s.store.keyer.chain(tokens[:-1], SCOPE)[side.needed(5)]
+        side.index.forget(first[None])
+        full = side.index.reserve(side.index.gauges().free)
+        side.index.demote(np.array(others))  # the next to be evicted
+        prefix = s.loop.run(s.resolve(tokens))
+        s.check_content(tokens, prefix)
+        assert prefix.hit_tokens == 5 * PAGE
+        release(prefix)
+        full.release()
 
 
 def test_c7_a_handoff_may_be_sealed_again_when_its_request_has_gone_on() -> None:

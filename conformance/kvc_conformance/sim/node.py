@@ -145,17 +145,7 @@ class Node:
             for space in prompts.spaces.values()
         ]
         self.devices = [Device(deferred=setting.deferred) for _ in self.pools]
-        blocks = {SPACE: setting.pages, **setting.blocks}
-        self.memory = [
-            [
-                {
-                    key: Memory(prompts.images, key, worker, self.tp, blocks[key], device)
-                    for key in prompts.spaces
-                }
-                for worker in range(self.tp)
-            ]
-            for device in self.devices
-        ]
+        self.memory = [self._memory(setting, device) for device in self.devices]
         self.fronts = [self._front(item, shelves, loop.time) for item in setting.tiers]
         ranks = [
             Rank(
@@ -186,6 +176,14 @@ class Node:
         self.unasked = 0
         self.tainted: set[bytes] = set()
         self.cache = self.keep = True
+
+    def _memory(self, setting: Setting, device: Device) -> list[dict[str, Memory]]:
+        """Of every worker of a rank."""
+        blocks, images = {SPACE: setting.pages, **setting.blocks}, self.prompts.images
+        return [
+            {key: Memory(images, key, worker, self.tp, blocks[key], device) for key in self.prompts.spaces}
+            for worker in range(self.tp)
+        ]
 
     def _front(self, setting: TierSetting, shelves: dict[str, Shelf], clock: Clock) -> Front:
         shelf = shelves.get(setting.name)
