@@ -198,6 +198,26 @@ class Binding:
         for view in self.views.values():
             for source, target in wanted:
                 view[target].copy_(view[source])
+        self.touched()
+
+    def touched(self) -> None:
+        """Copies from or to blocks have been queued on the device by this thread; see `moves`."""
+        event = self.event()
+        if event is not None:
+            self._moves[torch.cuda.current_stream(self.device).cuda_stream] = event
+
+    @cached_property
+    def _moves(self) -> dict[int, StreamEvent]:
+        """By stream, after the last copy on it."""
+        return {}
+
+    @property
+    def moves(self) -> tuple[StreamEvent, ...]:
+        """After which the copies of blocks that are queued by now have been made.
+
+        What a copy reads may be free already, as far as its pool knows, so who fills blocks waits for them.
+        """
+        return tuple(self._moves.values())
 
     def event(self) -> StreamEvent | None:
         """After which all that the device's work has queued by now is written; None: nothing ever waits."""

@@ -221,7 +221,8 @@ class DeviceMover:
 
         Args:
             plan: of their program.
-            blocks: int[n], or [n, pages], none twice, that nothing on the device reads or writes.
+            blocks: int[n], or [n, pages], none twice, that nothing on the device reads or writes but copies
+                from block to block that are queued already, which are waited for.
             address: int64[n], where each payload lies.
             urgency: which of those that wait goes first.
 
@@ -272,6 +273,8 @@ class DeviceMover:
         source = plan.host_pieces(request.address)
         buffer = None if plan.straight else desk.payloads(count, plan.program.payload_bytes)
         target = plan.program.buffers(ids)[0].ravel() if buffer is None else _rows(buffer)
+        for event in plan.program.binding.moves:  # of whoever had the blocks before
+            event.wait(way.bus if buffer is None else way.kernels)
         self._copy("in", plan, target, source, way.bus)
         desk.ready.record(way.bus)
         way.kernels.wait_event(desk.ready)

@@ -59,6 +59,8 @@ def _copy(source: Binding, target: Binding, pairs: Pairs) -> None:
         axis = field.axes.index(TOKEN_AXIS) if TOKEN_AXIS in field.axes else None
         for first, second in pairs:
             _place(there, second, axis, here).copy_(_place(here, first, axis, there))
+    source.touched()
+    target.touched()
 
 
 def _place(view: Tensor, number: int, axis: int | None, other: Tensor) -> Tensor:

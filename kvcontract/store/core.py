@@ -37,7 +37,7 @@ from kvcontract.store.saver import Saver
 from kvcontract.store.saves import SealReport
 from kvcontract.store.seal import Sealer
 from kvcontract.store.search import Ask
-from kvcontract.store.side_fetch import SideFetcher
+from kvcontract.store.side_fetch import LandedBeside, SideFetcher
 from kvcontract.store.side_saver import SideSaver
 from kvcontract.store.snapshots import Snapshots
 from kvcontract.store.stats import StoreStats, Tally
@@ -207,7 +207,8 @@ class StoreCore:
         self.explanations = Explanations(self._known_elsewhere)
         groups = [group for part in self.parts for group in part.part.groups]
         answers = Answers(groups, self.tiers, self.tally, self.explanations)
-        self.side_fetcher = SideFetcher(self.sides, self.tiers, self.tally, clock.time, limits_s=limits_s)
+        given = self.sides, self.tiers, self.tally, clock.time, self._landed_beside
+        self.side_fetcher = SideFetcher(*given, limits_s=limits_s)
         self.resolver = Resolver(
             self.keyer,
             self.record_keyer,
@@ -408,23 +409,22 @@ class StoreCore:
 
     def _busy(self) -> dict[str, Sequence[Pending[Any]]]:
         idle = self.resolver.idle
-        return {
-            "resolves": () if idle.done else (idle,),
-            "loads": self.loading,
-            "saves": self._submitted(),
-        }
+        resolves = () if idle.done else (idle,)
+        return {"resolves": resolves, "loads": self.loading, "saves": self._submitted()}
 
     def _landed(self, landed: Landed) -> None:
         """Records came from a tier: it has them (C3), and those above it are to have them too."""
-        number = next(i for i, known in enumerate(self.pages.known) if known.tier is landed.source.tier)
         search = landed.search
-        found = search.rank, landed.pages, search.records[landed.numbers], landed.generations
-        for other, known in enumerate(self.pages.known):
-            if other == number:
-                known.restored(*found, landed.begun)
-            else:
-                known.recall(*found)
+        found = landed.pages, search.records[landed.numbers], landed.generations
+        number = self.pages.came(search.rank, found, landed.source.tier, landed.begun)
         self.sealer.promote(landed, number)
+
+    def _landed_beside(self, landed: LandedBeside) -> None:
+        """The same of what stands beside full pages."""
+        found, key = landed.found, landed.part.part.space
+        last = found.blocks[:, -1], found.keys, found.generations[:, -1]
+        number = landed.part.came(landed.berth, last, landed.tier, landed.begun)
+        self.side_savers[key].promote(landed.berth, found, number, landed.key)
 
     def _known_elsewhere(self, rank: str, tokens: TokenIds, scope: Scope) -> bool:
         return self.ranks[rank].pool.probe(self.keyer.chain(tokens, scope)) > 0

@@ -9,13 +9,16 @@ from typing import Any
 from kvcontract.contract.model import KvModel
 from kvcontract.contract.wire import Part
 from kvcontract.core.pending import Pending
+from kvcontract.pool.index import Keys, Pages
 from kvcontract.store.events import TierEvents
 from kvcontract.store.known import Known
+from kvcontract.store.marks import Generations
 from kvcontract.store.rank import Berth, Rank, SideBerth
 from kvcontract.store.relay import Records, RelayClock, Relays
 from kvcontract.store.stats import Tally
 from kvcontract.store.tier_policy import TierPolicy
 from kvcontract.store.workers import Crew, Workers
+from kvcontract.tiers.base import Tier
 from kvcontract.tiers.cipher import RecordCipher
 from kvcontract.tiers.guard import GuardedTier
 
@@ -78,6 +81,25 @@ class PartStore:
             ground.loads,
             ground.cipher,
         )
+
+    def came(self, berth: Berth, records: tuple[Pages, Keys, Generations], tier: Tier, begun: float) -> int:
+        """A tier has given records: it has them (C3), and others may.
+
+        Args:
+            berth: where they are now.
+            records: int32[n] their last blocks, uint64[n, 2] their keys, uint32[n] the blocks' occupants.
+            tier: that gave all of each.
+            begun: when that began, on the store's clock.
+
+        Returns:
+            The number of the tier.
+        """
+        for known in self.known:
+            if known.tier is tier:
+                known.restored(berth, *records, begun)
+            else:
+                known.recall(berth, *records)
+        return next(number for number, known in enumerate(self.known) if known.tier is tier)
 
     @property
     def pending(self) -> tuple[Pending[Any], ...]:

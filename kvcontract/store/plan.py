@@ -65,7 +65,7 @@ def chosen(
     if not len(rows):
         return None
     kept, capped = rows, np.zeros((0, 0), np.bool_)
-    if budgets.limited and handoff is None:  # C5
+    if budgets.limited and handoff is None and left is not None:  # C5
         over = np.stack([budgets.cap(number, todo[number]) for number in range(len(todo))])
         todo = todo & ~over
         kept = np.flatnonzero(todo.any(axis=0))

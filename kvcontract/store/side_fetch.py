@@ -9,7 +9,7 @@ boundary, and what is held beyond it is let go (F5).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,15 +20,17 @@ from numpy.typing import NDArray
 from kvcontract.core.pending import Pending, wait_until
 from kvcontract.pool.handles import Reservation
 from kvcontract.pool.holdings import SideHolds, covered, fits, hold_at, hold_deepest
-from kvcontract.pool.index import Keys, Pages
+from kvcontract.pool.index import Keys
 from kvcontract.pool.side import Flags
 from kvcontract.pool.sides import Side, Slotted
 from kvcontract.store.part import PartStore
-from kvcontract.store.rank import Berth, Rank
+from kvcontract.store.rank import Rank, SideBerth
 from kvcontract.store.search import Search
+from kvcontract.store.snapshots import Artefact
 from kvcontract.store.stats import Tally
 from kvcontract.store.workers import Source, Verdict, Workers
 from kvcontract.tiers.base import Clock, Code, Codes, Lease, Tier
+from kvcontract.tiers.cipher import KeyId
 
 _MOST_TRIES: Final = 8
 
@@ -39,7 +41,7 @@ class Offers:
 
     Attributes:
         boundaries: in pages, at which a request could go on, the deepest first.
-        by_tier: per space, for each tier bool[pages], what it has.
+        by_tier: per space, for each tier bool[pages, shards], what it has.
     """
 
     boundaries: list[int]
@@ -74,9 +76,30 @@ class Flight:
         return self.part.workers[self.rank.name]
 
     @property
-    def berth(self) -> Berth:
+    def berth(self) -> SideBerth:
         """Where the blocks are."""
-        return self.part.berths[self.rank.name][0]
+        return SideBerth(self.rank.name, self.side.index)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LandedBeside:
+    """Records of a part beside full pages that a tier has brought, all of each.
+
+    Attributes:
+        part: of the records.
+        berth: where they are.
+        tier: that has them.
+        found: the records.
+        key: that their scope is encrypted with.
+        begun: when the load began, on the store's clock.
+    """
+
+    part: PartStore
+    berth: SideBerth
+    tier: Tier
+    found: Artefact
+    key: KeyId | None
+    begun: float
 
 
 class SideFetcher:
@@ -87,6 +110,7 @@ class SideFetcher:
         tiers: asked in order.
         tally: where everything is counted.
         clock: the store's.
+        landed: told of records that came, per tier.
         limits_s: by tier, longest time that it may take to answer; None: until the resolve's own deadline.
     """
 
@@ -96,6 +120,7 @@ class SideFetcher:
         tiers: Sequence[Tier],
         tally: Tally,
         clock: Clock,
+        landed: Callable[[LandedBeside], object],
         *,
         limits_s: Sequence[float | None],
     ) -> None:
@@ -104,6 +129,7 @@ class SideFetcher:
         self._limits_s = {tier.name: limit or math.inf for tier, limit in zip(tiers, limits_s, strict=True)}
         self._tally = tally
         self._clock = clock
+        self._landed_beside = landed
         self._flights: dict[tuple[str, str, bytes], Flight] = {}
         self._open: dict[Flight, None] = {}
 
@@ -120,22 +146,25 @@ class SideFetcher:
         pages, legal = len(search.keys), search.ask.media
         here = {side.key: side.index.present(search.keys) for side in sides}
         found = Offers(covered(sides, size, here, pages, legal))
-        if (found.boundaries and found.boundaries[0] == pages) or not pages:
+        if (found.boundaries and found.boundaries[0] == pages) or not (pages and self._tiers):
             return found
         for side in sides:
             found.by_tier[side.key] = [
                 await self._present(search, side, tier, here[side.key]) for tier in self._tiers
             ]
-        every = {key: np.logical_or.reduce([there, *found.by_tier[key]]) for key, there in here.items()}
+        every = {key: there | _whole(found.by_tier[key]) for key, there in here.items()}
         found.boundaries = covered(sides, size, every, pages, legal)
         return found
 
     async def _present(self, search: Search, side: Side, tier: Tier, here: Flags) -> Flags:
-        """Which pages' state a tier has whole, where the device has not got it: bool[pages]."""
-        part, step, found = self._parts.get(side.index.key), search.step, np.zeros(len(here), np.bool_)
-        if part is None or search.late():
-            return found
+        """Which pages' state a tier has, where the device has not got it: bool[pages, shards]."""
+        part, step = self._parts.get(side.index.key), search.step
+        if part is None:
+            return np.zeros((len(here), 1), np.bool_)
         workers, count = part.workers[search.rank.name], len(here) // step
+        found = np.zeros((len(here), workers.columns), np.bool_)
+        if search.late():
+            return found
         by_record = here[: count * step].reshape(count, step)
         lack = ~by_record[:, -workers.record_pages :].all(axis=1)
         if isinstance(side, Slotted) and side.window is None:
@@ -148,9 +177,9 @@ class SideFetcher:
         if lease is None:
             return found
         with lease:
-            there = wanted[lease.present.reshape(-1, workers.columns).all(axis=1)]
+            there = lease.present.reshape(-1, workers.columns)
         for page in range(workers.record_pages):
-            found[(there + 1) * step - 1 - page] = True
+            found[(wanted + 1) * step - 1 - page] = there
         return found
 
     def _deadline(self, search: Search, *tiers: Tier) -> float:
@@ -307,12 +336,10 @@ class SideFetcher:
 
         def end(verdict: Verdict) -> None:
             try:
-                codes = verdict.codes[spread]
-                ok = codes == Code.OK
-                last = blocks[spread[ok], -1]
-                occupants = flight.berth.pool.generation[last]  # before anybody else may be given them
-                self._came(flight.side, reserved, names, codes)
-                self._told(flight, sources, (last, keys[spread[ok]], occupants), begun)
+                # Occupants before anybody else may be given the blocks.
+                found = Artefact(keys, blocks, flight.berth.pool.generation[blocks])
+                self._came(flight.side, reserved, names, verdict.codes[spread])
+                self._told(flight, sources, found, verdict.codes == Code.OK, search.ask.key, begun)
             finally:
                 kept.close()
                 self._over(flight)
@@ -328,23 +355,24 @@ class SideFetcher:
         rows: NDArray[np.int64],
         owned: ExitStack,
     ) -> list[Source] | None:
-        """Leases on some records, from the first tier that has each; None if one is nowhere."""
-        left, found = np.ones(len(rows), np.bool_), list[Source]()
+        """Leases on some records, from the first tier that has each shard; None if one is nowhere."""
+        left, found = np.ones((len(rows), workers.columns), np.bool_), list[Source]()
         ends = (rows + 1) * search.step - 1
         for tier, there in zip(self._tiers, by_tier, strict=True):
-            mine = np.flatnonzero(left & there[ends])
+            mine = np.flatnonzero((left & there[ends]).any(axis=1))
             if not len(mine):
                 continue
             lease = await self._lookup(search, workers, tier, search.records[rows[mine]])
             if lease is None:
                 continue
             owned.enter_context(lease)
-            whole = lease.present.reshape(-1, workers.columns).all(axis=1)
-            given = np.full((len(rows), workers.columns), -1, np.int64)
-            every = np.arange(len(mine) * workers.columns).reshape(len(mine), workers.columns)
-            given[mine[whole]] = every[whole]
-            left[mine[whole]] = False
-            found.append(Source(tier, lease, given))
+            taken = left[mine] & lease.present.reshape(-1, workers.columns)
+            every = np.arange(taken.size).reshape(taken.shape)
+            given = np.full(left.shape, -1, np.int64)
+            given[mine] = np.where(taken, every, -1)
+            left[mine] &= ~taken
+            if taken.any():
+                found.append(Source(tier, lease, given))
         return None if left.any() else found
 
     def _came(self, side: Side, reserved: Reservation, names: Keys, codes: Codes) -> None:
@@ -358,19 +386,32 @@ class SideFetcher:
         self,
         flight: Flight,
         sources: Sequence[Source],
-        came: tuple[Pages, Keys, NDArray[np.uint32]],
+        found: Artefact,
+        ok: Flags,
+        key: KeyId | None,
         begun: float,
     ) -> None:
-        """The tiers that gave records have them: they are not saved there again (C3)."""
-        blocks, records, occupants = came
-        if not len(blocks):
-            return
-        given = [source.tier for source in sources]
-        for known in flight.part.known:
-            if known.tier in given:
-                known.restored(flight.berth, blocks, records, occupants, begun)
-            else:
-                known.recall(flight.berth, blocks, records, occupants)
+        """Count what came, and tell of the records that a tier has given whole.
+
+        Args:
+            flight: of them.
+            sources: rows of each, of all records that were loaded.
+            found: those records; block 0 where a page was on the device already.
+            ok: bool[n], which of them came.
+            key: see `LandedBeside`.
+            begun: when the load began.
+        """
+        seconds, filled = self._clock() - begun, found.blocks != 0
+        for source in sources:
+            mine, name = (source.rows >= 0) & ok[:, None], source.tier.name
+            share = flight.workers.loaded_record_bytes * int(mine.sum()) // flight.workers.columns
+            blocks = int(filled[mine.any(axis=1)].sum())
+            self._tally.count(f"blocks_loaded_{name}", blocks)
+            self._tally.moved(name, "load", blocks, share, seconds)
+            whole = mine.all(axis=1) & filled.all(axis=1)
+            if whole.any():
+                there = found.rows(whole)
+                self._landed_beside(LandedBeside(flight.part, flight.berth, source.tier, there, key, begun))
 
     def _over(self, flight: Flight) -> None:
         """It has ended, whatever came of it."""
@@ -384,6 +425,12 @@ def _of_rows(sources: Sequence[Source], rows: Flags) -> list[Source]:
     """Of some records, those that are wanted; without the sources of none of them."""
     mine = [Source(source.tier, source.lease, source.rows[rows]) for source in sources]
     return [source for source in mine if (source.rows >= 0).any()]
+
+
+def _whole(by_tier: Sequence[Flags]) -> Flags:
+    """Which pages' state is whole in the tiers together: bool[pages], of bool[pages, shards] for each."""
+    every: Flags = np.logical_and.reduce(np.stack(by_tier).any(axis=0), axis=1)
+    return every
 
 
 def settle(search: Search) -> None:

@@ -272,8 +272,13 @@ class Snapshots:
         }
 
         def publish() -> None:
-            for event in after:
-                event.synchronize()
+            try:
+                for event in after:
+                    event.synchronize()
+            except BaseException:  # the device failed: nothing is published (F3)
+                for kept, _ in staged.values():
+                    kept.release()
+                raise
             for key, (kept, names) in staged.items():
                 if req.suspect:  # B13: it has failed meanwhile
                     kept.release()

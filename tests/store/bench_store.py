@@ -194,6 +194,20 @@ class HeldTier:
         return self.inner.close(deadline)
 
 
+def deny(tier: HeldTier, which: Callable[[RecordKeys], Any]) -> None:
+    """Have a tier deny some records."""
+    inner = tier.inner.lookup
+
+    def lookup(keys: RecordKeys, deadline: float) -> Pending[Lease]:
+        def without(lease: Lease) -> Lease:
+            lease.present[which(keys)] = False
+            return lease
+
+        return inner(keys, deadline).map(without)
+
+    tier.inner.lookup = lookup  # type: ignore[method-assign] # on purpose
+
+
 class TellingTier(HeldTier):
     """One that says what it loses, and can forget."""
 
@@ -335,6 +349,15 @@ class Setup:
                 for binding in memory.values():
                     for view in binding.views.values():
                         view.fill_(0xEE)
+
+    def lose(self, tier: HeldTier, tokens: list[int]) -> None:
+        """A tier drops what it has of a prompt, of every part, and says so."""
+        core = self.store._core
+        keys = core.record_keyer.chain(tokens, SCOPE)
+        for part in core.parts:
+            records = part.workers["0"].record_keys(keys)
+            with tier.inner.lookup(records, math.inf).value as lease:
+                tier.inner.discard(lease, np.arange(len(records)))
 
     def check_content(self, tokens: list[int], prefix: KvPrefix) -> None:
         """The rows of a hit are those of its tokens."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_store import PAGE, SCOPE, HeldTier, Setup, model_of, prompt, setup
+from bench_store import PAGE, HeldTier, Setup, model_of, prompt, setup
 
 from kvcontract import FleetSecret, StoreOptions, TierEvents, TierPolicy, WeightIdentity
 from kvcontract.pool.events import Stored
@@ -37,10 +37,7 @@ def counters(s: Setup) -> dict[str, int]:
 
 def lose(s: Setup, tier: HeldTier) -> None:
     """The tier drops what it has of the prompt, and says so."""
-    keys = s.store._core.record_keyer.chain(TOKENS[: 4 * PAGE], SCOPE)
-    records = s.store._core.pages.workers["0"].record_keys(keys)
-    with tier.inner.lookup(records, float("inf")).value as lease:
-        tier.inner.discard(lease, np.arange(len(records)))
+    s.lose(tier, TOKENS[: 4 * PAGE])
 
 
 def only(s: Setup, number: int) -> dict[str, int]:

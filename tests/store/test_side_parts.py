@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from bench_store import PAGE, SCOPE, Setup, prompt, setup
+from bench_store import PAGE, SCOPE, Setup, deny, prompt, setup
 
 from kvcontract.pool.request import RequestKv
 from kvcontract.store.core import StoreOptions
@@ -125,3 +125,54 @@ def test_f6_a_preempted_request_takes_checkpoints_before_where_it_had_begun() ->
             step(s, req)
         assert s.store.stats().counters["checkpoints_taken"] >= 12
         s.store.retire(req)
+
+
+def test_r2_states_may_be_pieced_together_from_several_tiers() -> None:
+    """R2: along whichever tier: one has shard 0 of a state, the other shard 1."""
+    with setup(tp=2, tiers=2) as s:
+        s.stored(TOKENS)
+        for number, tier in enumerate(s.tiers):
+            deny(tier, lambda keys, number=number: (keys["part"] > 0) & (keys["shard"] != number))
+        before = [tier.count("load") for tier in s.tiers]
+        prefix = s.loop.run(s.resolve(TOKENS))
+        s.check_content(TOKENS, prefix)
+        assert prefix.hit_tokens == 6 * PAGE
+        assert all(tier.count("load") > old for tier, old in zip(s.tiers, before, strict=True))
+        release(prefix)
+
+
+def test_r2_half_a_state_in_two_tiers_is_no_state() -> None:
+    """R2: never OR: both have shard 0, none has shard 1."""
+    with setup(tp=2, tiers=2) as s:
+        s.stored(TOKENS)
+        for tier in s.tiers:
+            deny(tier, lambda keys: (keys["part"] > 0) & (keys["shard"] == 1))
+        assert s.loop.run(s.resolve(TOKENS)).hit_tokens == 0
+
+
+def test_what_a_lower_tier_gives_is_saved_to_those_above_it() -> None:
+    """States as well as full pages; the lower tier has them, and is not given them again (C3)."""
+    with setup(tiers=2) as s:
+        s.stored(TOKENS)
+        s.lose(s.tiers[0], TOKENS)
+        below = s.tiers[1].count("save")
+        release(s.loop.run(s.resolve(TOKENS)))
+        assert s.tiers[1].count("save") == below
+        s.evict()
+        asked = s.tiers[1].count("load")
+        prefix = s.loop.run(s.resolve(TOKENS))
+        s.check_content(TOKENS, prefix)
+        assert prefix.hit_tokens == 6 * PAGE
+        assert s.tiers[1].count("load") == asked
+        release(prefix)
+
+
+def test_i6_what_is_loaded_beside_full_pages_is_counted_by_its_tier() -> None:
+    """I6: blocks and bytes, in the same figures as full pages."""
+    with setup() as s:
+        s.stored(TOKENS)
+        release(s.loop.run(s.resolve(TOKENS)))
+        stats = s.store.stats()
+        needed = sum(len(side.needed(6)) for side in s.pool.sides)
+        assert stats.counters["blocks_loaded_dram"] == needed
+        assert stats.moved["dram"]["load"].pages == 6 + needed

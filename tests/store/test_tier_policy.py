@@ -15,6 +15,7 @@ from test_store import rank_of
 from kvcontract import FleetSecret, KvStore, StoreOptions, TierPolicy, WeightIdentity
 from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import InlineLane
+from kvcontract.tiers.base import SaveClass
 from kvcontract.tiers.disk import DiskTier
 from kvcontract.tiers.dram import DramTier
 from kvcontract.tiers.shared import SharedTier
@@ -122,6 +123,26 @@ def test_c4_who_waits_for_room_does_not_ask_for_the_same_try_again_and_again() -
         s.tier.open("save")
 
 
+@pytest.mark.paged
+def test_c4_a_limit_leaves_nothing_out_of_what_is_tried_again() -> None:
+    """C4: what failed as its request was retired is tried once more, all of it: nobody else would."""
+    with setup(options=options(dram=TierPolicy(most_saving_bytes=176))) as s:
+        told = iter((9, 9, 0, 0))  # of each save, what is kept and what is said of it
+        s.tier.codes["save"] = lambda codes: codes + next(told)
+        s.tier.holding.add("save")
+        req = s.compute(TOKENS)
+        s.store.seal(req, SaveClass.HANDOFF, handoff="h")
+        s.store.retire(req)
+        answer_all(s.tier)
+        s.tier.open("save")
+        s.evict()
+        prefix = s.loop.run(s.resolve(TOKENS))
+        assert prefix.hit_tokens == 4 * PAGE
+        s.check_content(TOKENS, prefix)
+        prefix.release()
+        s.store.release_handoff("h")
+
+
 # Time
 
 
@@ -176,7 +197,8 @@ def test_a_tier_may_be_left_out_of_promotion() -> None:
             lose(s, tier)
         before = [tier.count("save") for tier in s.tiers]
         s.loop.run(s.resolve(TOKENS)).release()
-        assert [tier.count("save") - old for tier, old in zip(s.tiers, before, strict=True)] == [0, 1, 0]
+        given = [tier.count("save") - old for tier, old in zip(s.tiers, before, strict=True)]
+        assert given == [0, 1 + len(list(s.pool.sides)), 0]
 
 
 # The fleet's secret

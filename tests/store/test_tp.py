@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_store import PAGE, SCOPE, Setup, model_of, prompt, setup
+from bench_store import PAGE, SCOPE, HeldTier, Setup, deny, model_of, prompt, setup
 
 from kvcontract import BlockPool, FleetSecret, KvStore, Rank, admit
 from kvcontract.contract.layout import layout
@@ -152,7 +152,6 @@ def only_shard(shard: int, shards: int, pages: slice) -> Any:
     return answer
 
 
-@pytest.mark.paged
 def test_r2_a_page_may_be_pieced_together_from_several_tiers() -> None:
     """R2: along whichever tier: one has shard 0, the other shard 1; together they are the page."""
     with setup(tp=2, tiers=2) as s:
@@ -176,7 +175,6 @@ def test_r2_two_tiers_with_the_same_shard_are_no_page() -> None:
         assert all(tier.count("load") == 0 for tier in s.tiers)
 
 
-@pytest.mark.paged
 def test_r2_pieces_and_whole_pages_make_one_hit() -> None:
     """R2: whole pages of one tier, then pieces of two."""
     with setup(tp=2, tiers=2) as s:
@@ -195,20 +193,12 @@ def _keys_of(s: Setup, tokens: list[int]) -> RecordKeys:
     return record_keys(s.store.keyer.chain(tokens, SCOPE), 0, 0, 2)
 
 
-def _hide(tier: Any, pages: set[tuple[int, ...]], shard: int) -> None:
+def _hide(tier: HeldTier, pages: set[tuple[int, ...]], shard: int) -> None:
     """Have a tier deny one shard of some pages."""
-    inner = tier.inner.lookup
-
-    def lookup(keys: RecordKeys, deadline: float) -> Any:
-        hidden = np.array([tuple(key["page_key"]) in pages and key["shard"] == shard for key in keys])
-
-        def without(lease: Lease) -> Lease:
-            lease.present[hidden] = False
-            return lease
-
-        return inner(keys, deadline).map(without)
-
-    tier.inner.lookup = lookup
+    deny(
+        tier,
+        lambda keys: np.array([tuple(key["page_key"]) in pages and key["shard"] == shard for key in keys]),
+    )
 
 
 @pytest.mark.paged

@@ -271,10 +271,7 @@ def _look_at_owed(world: World, node: Node) -> None:
         for record, shards in owed.items():
             if not front.inner.doubtful.isdisjoint(key_bytes(shards)):
                 continue
-            again = record in front.failed
-            if again and front.inner.setting.saving:
-                continue  # it is tried once more as far as the tier's limit goes; who saved it was told of it
-            clause = "C4" if again else "C3"
+            clause = "C4" if record in front.failed else "C3"
             there = front.inner.has(shards)
             front.failed.discard(record)
             text = f"a record was retired, nothing failed, and {front.name} has not got it"
