@@ -304,6 +304,27 @@ def test_c2_what_leaves_waits_for_the_writing_step(faults: list[Exception]) -> N
     assert moving.close(WAIT_S)
 
 
+@pytest.mark.parametrize("form", ["layer-first", "page-first"])
+def test_c1_what_comes_waits_for_copies_that_read_its_blocks(form: str, faults: list[Exception]) -> None:
+    """C1: a copy from block to block that is queued behind a step still finds what it is to copy."""
+    side = Side(model_of((8, 128, 0)), form)
+    moving, source, target = mover(side, faults), 3, 8
+    host = pinned(1, side.record.payload_bytes)
+    moving.out(side.plan, np.array([source]), addresses(host)).wait(WAIT_S)
+    moving.into(side.plan, np.array([source]), addresses(host)).wait(WAIT_S)  # all is loaded and warm
+    kept = {name: view[source].clone() for name, view in side.device.views.items()}
+    host.fill_(0x3C)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)
+    side.device.copy_blocks([(source, target)])
+    moving.into(side.plan, np.array([source]), addresses(host)).wait(WAIT_S)
+    torch.cuda.synchronize()
+    for name, view in side.device.views.items():
+        assert torch.equal(view[target], kept[name])
+        assert (view[source].contiguous().view(torch.uint8) == 0x3C).all()
+    assert moving.close(WAIT_S)
+
+
 def test_e8_what_cannot_be_is_refused(faults: list[Exception]) -> None:
     """E8: blocks out of range, the padding block, repeated targets, batches too large."""
     side = Side(model_of((4, 8, 6)), "layer-first")
