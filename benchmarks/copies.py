@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import platform
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ from moving import (
     timed,
     working_of,
 )
-from paired import Case, Row, measure, publish
+from paired import Case, Row, measure, publish, versions
 
 from kvcontract.memory import copy as copies
 
@@ -363,18 +362,11 @@ def one_row(name: str, make: Callable[[], Case], rounds: int) -> Row:
     return row
 
 
-def versions() -> dict[str, str]:
-    """What was measured."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    if torch.cuda.is_available():
-        import triton  # noqa: PLC0415 - where a device is
-
-        found |= {
-            "device": torch.cuda.get_device_name(),
-            "cuda": str(torch.version.cuda),
-            "triton": triton.__version__,
-        }
-    return found
+def device_versions() -> dict[str, str]:
+    """Of the device, where there is one."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)} | versions("triton")
 
 
 def main(about: str) -> int:
@@ -394,4 +386,4 @@ def main(about: str) -> int:
         rows.append(one_row(name, make, given.rounds))
         if needs_device:
             torch.cuda.empty_cache()
-    return publish(rows, versions(), "Copies", given.json)
+    return publish(rows, versions("numpy", "torch") | device_versions(), "Copies", given.json)

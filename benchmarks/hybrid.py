@@ -12,9 +12,7 @@ without, time to the first token and forward passes.  Exit code 1: a bar is miss
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -26,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from paired import Case, Row, measure, publish
+from paired import Case, Row, measure, publish, versions
 
 from kvcontract import Arena, BlockPool, Field, Group, KvModel, KvStore, Rank, Scope, WeightIdentity, admit
 from kvcontract.contract.layout import layout
@@ -256,10 +254,7 @@ def main() -> int:
         rows += hit_rows()
     if given.only != "hits":
         rows += prefill_rows(given.rounds, given.tokens)
-    names = ("kvcontract", "numpy", "torch", "transformers")
-    versions = {"python": platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in names}
-    return publish(rows, versions, "Hybrid models", given.json)
+    return publish(rows, versions("numpy", "torch", "transformers"), "Hybrid models", given.json)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ its bar is measured once more with twice the rounds.
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -121,7 +123,7 @@ def _percentile(values: Sequence[float], percent: int) -> float:
     return ordered[round((len(ordered) - 1) * percent / 100)]
 
 
-def document(rows: Iterable[Row], versions: Mapping[str, str]) -> dict[str, Any]:
+def document(rows: Iterable[Row], of: Mapping[str, str]) -> dict[str, Any]:
     """The JSON form: machine, versions, results."""
     results = [
         {
@@ -131,7 +133,18 @@ def document(rows: Iterable[Row], versions: Mapping[str, str]) -> dict[str, Any]
         }
         for row in rows
     ]
-    return {"machine": machine(), "versions": dict(versions), "results": results}
+    return {"machine": machine(), "versions": dict(of), "results": results}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python, this project and what else is timed; what runs from its source has the one it states."""
+    found = {"python": platform.python_version()}
+    for name in ("kvcontract", *packages):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = str(getattr(importlib.import_module(name), "__version__", "unknown"))
+    return found
 
 
 def machine() -> dict[str, Any]:
@@ -167,11 +180,11 @@ def _figure(value: float | None, unit: str) -> str:
     return "" if value is None else f"{value:.3f} {unit}"
 
 
-def publish(rows: Sequence[Row], versions: Mapping[str, str], title: str, json_path: str | None) -> int:
+def publish(rows: Sequence[Row], of: Mapping[str, str], title: str, json_path: str | None) -> int:
     """Print the table, write the document; 1 if a bar is missed."""
     Console(stderr=json_path == "-", width=150).print(table(rows, title))
     if json_path is not None:
-        text = json.dumps(document(rows, versions), indent=2)
+        text = json.dumps(document(rows, of), indent=2)
         if json_path == "-":
             sys.stdout.write(text + "\n")
         else:

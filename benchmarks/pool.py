@@ -10,15 +10,13 @@ names, frees and evictions happen in a full pool, as in service.  The peers come
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import platform
 import sys
 import time
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from paired import Case, Row, Timed, measure, publish
+from paired import Case, Row, Timed, measure, publish, versions
 from peers import NoPeer, Sglang, Vllm
 
 from kvcontract import BlockPool, FleetSecret, Keyer, Scope
@@ -328,13 +326,6 @@ def token_cases() -> list[Case]:
     ]
 
 
-def versions() -> dict[str, str]:
-    """Of everything that is timed."""
-    packages = ("kvcontract", "numpy", "numba", "torch")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found, "vllm": Vllm.version, "sglang": Sglang.version}
-
-
 def run(rounds: int, tokens: int, *, peers: bool, largest_pages: int) -> list[Row]:
     """Measure everything."""
     warm_up()
@@ -367,7 +358,8 @@ def main() -> int:
     if given.rounds < 9 or given.tokens < PAGE or given.largest_pages < 1024:
         parser.error("at least 9 rounds, a page of tokens, and 1,024 pages")
     rows = run(given.rounds, given.tokens, peers=not given.no_peers, largest_pages=given.largest_pages)
-    return publish(rows, versions(), "Pool and keys", given.json)
+    found = versions("numpy", "numba", "torch") | {"vllm": Vllm.version, "sglang": Sglang.version}
+    return publish(rows, found, "Pool and keys", given.json)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +18,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
-from paired import Case, Row, measure, publish
+from paired import Case, Row, measure, publish, versions
 
 from kvcontract import Arena, BlockPool, Field, Group, KvModel, KvStore, Rank, Scope, WeightIdentity, admit
 from kvcontract.contract.layout import layout
@@ -250,13 +248,6 @@ def run(rounds: int) -> list[Row]:
     return rows
 
 
-def versions() -> dict[str, str]:
-    """Of everything that is timed."""
-    packages = ("kvcontract", "numpy", "numba", "torch")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found}
-
-
 def main() -> int:
     """Run, print, say by the exit code whether every bar is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -265,7 +256,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.rounds < 9:
         parser.error("at least 9 rounds")
-    return publish(run(given.rounds), versions(), "Store", given.json)
+    return publish(run(given.rounds), versions("numpy", "numba", "torch"), "Store", given.json)
 
 
 if __name__ == "__main__":

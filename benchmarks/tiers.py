@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib.metadata
 import math
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -31,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 from dram import CALM_S, MIB, Bytes, all_ok, dram_rows, filled, keys_of
-from paired import Case, Row, measure, publish
+from paired import Case, Row, measure, publish, versions
 
 from kvcontract.memory.checksum import SegmentSums
 from kvcontract.tiers.base import Buffers, Op, RecordKeys, SaveClass, key_bytes
@@ -288,14 +286,6 @@ def run(rounds: int, only: str | None, directory: str | None) -> list[Row]:
     return rows
 
 
-def versions() -> dict[str, str]:
-    """Of everything that is timed."""
-    packages: Sequence[str] = ("kvcontract", "numpy", "torch", "crc32c")
-    return {"python": platform.python_version()} | {
-        name: importlib.metadata.version(name) for name in packages
-    }
-
-
 def main() -> int:
     """Run, print, say by the exit code whether every bar is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -309,7 +299,7 @@ def main() -> int:
     if given.rounds < 9:
         parser.error("at least 9 rounds")
     rows = run(given.rounds, given.only, given.directory)
-    return publish(rows, versions(), "Tiers", given.json)
+    return publish(rows, versions("numpy", "torch", "crc32c"), "Tiers", given.json)
 
 
 if __name__ == "__main__":
