@@ -13,7 +13,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 from moving import (
     FEW,
