@@ -195,16 +195,24 @@ class Binding:
         wrong = sorted({block for pair in wanted for block in pair if not 0 <= block < self.blocks})
         if wrong:
             raise UsageFault(f"blocks {wrong} of {self.blocks}: expected 0 <= block < {self.blocks}")
-        for view in self.views.values():
-            for source, target in wanted:
-                view[target].copy_(view[source])
+        self._queue(wanted)
         self.touched()
+
+    def _queue(self, pairs: list[tuple[int, int]]) -> None:
+        """Have blocks copied."""
+        for view in self.views.values():
+            for source, target in pairs:
+                view[target].copy_(view[source])
 
     def touched(self) -> None:
         """Copies from or to blocks have been queued on the device by this thread; see `moves`."""
         event = self.event()
         if event is not None:
-            self._moves[torch.cuda.current_stream(self.device).cuda_stream] = event
+            self._moves[self._stream()] = event
+
+    def _stream(self) -> int:
+        """Names the stream that this thread's work is queued on."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     @cached_property
     def _moves(self) -> dict[int, StreamEvent]:

@@ -149,6 +149,8 @@ class Load:
         """One batch."""
         keys, blocks, mover = shard.keys(self.page_keys[pages]), self.blocks[pages], self.ground.mover
         rows = self.table[pages, column]
+        for event in shard.program.binding.moves if not mover.remote else ():
+            event.synchronize()  # where a mover writes pages, the device waits
         if shard.plan is not None and self.cipher is None and lends(self.tier):
             return self._lent(self.tier, mover, shard, keys, blocks, rows)
         return self._given(shard, keys, blocks, rows)

@@ -53,6 +53,9 @@ none of its own."""
 DEPTH: Final = 4
 """Batches of one operation that are on their way at one time, where a device copies."""
 
+HOST_DEPTH: Final = 2
+"""The same of pages in host memory: threads copy one while frames are made, or checked, for another."""
+
 _KEPT_FAULTS: Final = 16
 
 After = Callable[[], object] | StreamEvent
@@ -124,7 +127,7 @@ class Worker:
         self._running: dict[Op, Chain] = {}
         self._closed = False
         self.mover = mover or self._own_mover(bindings, lane)
-        self.depth = DEPTH if self.mover.remote else 1
+        self.depth = DEPTH if self.mover.remote else HOST_DEPTH
         for shard in self._every_shard():
             shard.moved_by(self.mover)
         if self.mover.remote:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +93,13 @@ class DeviceBinding(Binding):
 
     line: Device
 
-    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def _queue(self, pairs: list[tuple[int, int]]) -> None:
         """In its turn."""
-        wanted = list(pairs)
-        self.line.submit(lambda: Binding.copy_blocks(self, wanted))
+        self.line.submit(lambda: Binding._queue(self, pairs))  # noqa: SLF001 - of the base class
+
+    def _stream(self) -> int:
+        """The one there is."""
+        return 0
 
     def event(self) -> Event | None:
         """See `Device.event`."""
