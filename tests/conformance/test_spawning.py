@@ -14,10 +14,21 @@ from kvc_conformance.driver import Child, ChildDied, ProbeFailed, scrubbed
 from kvc_conformance.spawning import Nursery, nursery
 
 
+PLUGIN = """
+from kvcontract import hookimpl
+
+KVC_CONTRACT = 1
+
+@hookimpl
+def kvc_model(ctx):
+    raise NotImplementedError
+"""
+
+
 def job(tmp_path: Path, text: str) -> dict[str, Any]:
     """A plugin that runs some lines when it is imported."""
     file = tmp_path / "odd.py"
-    file.write_text(f"KVC_CONTRACT = 1\n{textwrap.dedent(text)}")
+    file.write_text(f"{PLUGIN}\n{textwrap.dedent(text)}")
     return {"name": "odd", "file": str(file), "config": None, "checkpoint": None, "options": {}} | {
         "plugin_options": {},
         "device": "cpu",
@@ -41,7 +52,7 @@ def child() -> Iterator[Any]:
 def test_what_one_does_reaches_no_other(child: Any, tmp_path: Path) -> None:
     """A module that a plugin spoils, and an environment that it changes, are as they were in the next."""
     spoil = "import json, os\njson.planted = os.environ['PLANTED'] = 'x'\n"
-    clean = "import json, os\nif hasattr(json, 'planted') or 'PLANTED' in os.environ: raise RuntimeError('spoilt')"
+    clean = "import json, os\nif hasattr(json, 'planted') or 'PLANTED' in os.environ: raise ValueError"
     child(job(tmp_path, spoil)).call("declare.load")
     child(job(tmp_path, clean)).call("declare.load")
 
