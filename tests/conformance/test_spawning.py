@@ -13,7 +13,6 @@ import pytest
 from kvc_conformance.driver import Child, ChildDied, ProbeFailed, scrubbed
 from kvc_conformance.spawning import Nursery, nursery
 
-
 PLUGIN = """
 from kvcontract import hookimpl
 
@@ -94,7 +93,9 @@ def test_without_a_nursery_children_come_from_interpreters_of_their_own(
     child: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has died costs time, nothing else."""
-    made = Nursery({**os.environ, "PYTHONHOME": str(tmp_path)})  # it cannot even begin
+    made = Nursery(dict(os.environ))
+    made._process.kill()
+    made._process.wait()
     monkeypatch.setattr("kvc_conformance.spawning._nurseries", {"1": made})
     with pytest.raises(ProbeFailed, match="here it is"):
         child(job(tmp_path, "raise RuntimeError('here it is')")).call("declare.load")
