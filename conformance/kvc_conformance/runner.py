@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,10 @@ from kvc_conformance.checkpoints import refuse_broken_weights
 from kvc_conformance.checks import CHECKS, TIER_CHECKS
 from kvc_conformance.driver import ChildDied, ProbeFailed
 from kvc_conformance.outcomes import BROKEN, HOLDS, Evidence, Fault, Outcome, Result, Verdict, fold, judge
+from kvc_conformance.waivers import Waiver, weighed
 from kvcontract.contract.clauses import CLAUSES, TIER_CLAUSES, Clause, Level, clause
 from kvcontract.contract.errors import EnvironmentFault, InternalFault, UsageFault
+from kvcontract.contract.model import KvModel
 from kvcontract.core.identity import load_config
 
 NOT_LOADED: Final = 4
@@ -48,6 +51,7 @@ class Request:
         seed: all randomness comes from it.
         device: where executors run, in torch's spelling.
         tier: it is a tier; `config`, `checkpoint`, `options`, `level` and `device` do not apply.
+        waivers: failures that are lived with for a while.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Request:
     seed: int = 0
     device: str = "cpu"
     tier: bool = False
+    waivers: tuple[Waiver, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class Report:
         results: one for each, in order.
         verdict: what they come to.
         environment: versions and the like.
+        model: what was declared; None: nothing that can be shown, or a tier was certified.
     """
 
     request: Request
@@ -80,6 +86,7 @@ class Report:
     results: tuple[Result, ...]
     verdict: Verdict
     environment: dict[str, Any]
+    model: KvModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,8 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     elif request.only and verdict.exit_code == 0:
         sentence = f"{request.name}: every selected clause holds; a selection certifies nothing"
         verdict = Verdict("incomplete", None, sentence, 3)
-    return Report(request, tuple(runner.plan), tuple(results), verdict, environment(bench))
+    verdict = weighed(verdict, fold(results), request.waivers, datetime.now(UTC).date())
+    return Report(request, tuple(runner.plan), tuple(results), verdict, environment(bench), bench.model)
 
 
 def _subject(request: Request) -> _Subject:

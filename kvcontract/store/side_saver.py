@@ -84,9 +84,7 @@ class SideSaver(Saver):
         batch, left = self._chosen(berth, found, cls, handoff, key, ending, last=last)
         if last and handoff is None and len(left.keys):
             self._remember(berth, Left(left, key))
-        begun = 0 if batch is None else len(batch.shed)
-        shed = (len(left.keys) - begun) * self._step  # the batch tells of its own
-        told = SealReport(shed, 0, {Code.SHED.name.lower(): shed}) if shed else NOTHING
+        told = self._told(left, batch, handoff)
         if batch is not None:
             batch.after = events[-1] if len(events) == 1 else _all_of(events) if events else after
             self._start(batch)
@@ -94,7 +92,13 @@ class SideSaver(Saver):
             self._drain(berth)  # pins may have come back before it was remembered
         if batch is None:
             return Pending.of(told)
-        return batch.report.map(lambda report: SealReport.joined([report, told])) if shed else batch.report
+        return batch.report.map(lambda report: SealReport.joined([report, told]))
+
+    def _told(self, left: Artefact, batch: Batch | None, handoff: str | None) -> SealReport:
+        """Of what may not be saved now, what the batch does not tell of itself (C5)."""
+        count = (len(left.keys) - (0 if batch is None else len(batch.shed))) * self._step
+        reason = Code.SHED if handoff is None else Code.FULL  # a handoff is never shed: the device is full
+        return SealReport(count, 0, {reason.name.lower(): count}) if count else NOTHING
 
     def promote(self, berth: SideBerth, found: Artefact, tier: int, key: KeyId | None) -> None:
         """Bring records that came from a lower tier, and are on the device now, to those above it as well."""
@@ -217,8 +221,7 @@ class SideSaver(Saver):
 
     def _wanted(self, berth: SideBerth, found: Artefact, handoff: str | None, *, retry: bool) -> Artefact:
         """Records that are on the device still, and that some tier lacks."""
-        pool = berth.pool
-        rows = (pool.generation[found.blocks] == found.generations).all(axis=1)
+        rows: Flags = np.logical_and.reduce(berth.pool.there(found.blocks, found.generations), axis=1)
         if handoff is None:
             last, generations, now = found.blocks[:, -1], found.generations[:, -1], self._clock()
             lacking = np.zeros(len(rows), np.bool_)
