@@ -22,9 +22,6 @@ from pydantic_core import core_schema
 CONTRACT_REVISION: Final = 1
 """Revision of the contract that this package serves; it moves apart from the package's version."""
 
-DRAFT: Final = True
-"""Revision 1 stays a draft, and may still change, until every one of its fields is served."""
-
 TOKEN_AXIS: Final = "token"  # noqa: S105 - an axis, not a secret
 """Name of the axis over a block's rows; outermost unless a field of `Arena.planes` places it, with size 1."""
 
