@@ -113,6 +113,8 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     subject = _subject(request)
     with tempfile.TemporaryDirectory(prefix="kvc-") as folder:
         bench = Bench(_job(request), Path(folder), request.seed, request.checkpoint)
+        if subject.level == "L2":
+            bench.expect_children()
         try:
             failure = subject.load(bench)
             runner = _Runner(bench, request, subject, tell)

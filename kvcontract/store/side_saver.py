@@ -19,7 +19,7 @@ from kvcontract.store.saver import Saver
 from kvcontract.store.saves import NOTHING, Batch, Remembered, Run, SealReport
 from kvcontract.store.snapshots import Artefact, Checkpoint
 from kvcontract.store.worker import After
-from kvcontract.tiers.base import SaveClass
+from kvcontract.tiers.base import Code, SaveClass
 from kvcontract.tiers.cipher import KeyId
 
 KEPT_SHED: Final = 256
@@ -84,12 +84,17 @@ class SideSaver(Saver):
         batch, left = self._chosen(berth, found, cls, handoff, key, ending, last=last)
         if last and handoff is None and len(left.keys):
             self._remember(berth, Left(left, key))
+        begun = 0 if batch is None else len(batch.shed)
+        shed = (len(left.keys) - begun) * self._step  # the batch tells of its own
+        told = SealReport(shed, 0, {Code.SHED.name.lower(): shed}) if shed else NOTHING
         if batch is not None:
             batch.after = events[-1] if len(events) == 1 else _all_of(events) if events else after
             self._start(batch)
         if last:
             self._drain(berth)  # pins may have come back before it was remembered
-        return Pending.of(NOTHING) if batch is None else batch.report
+        if batch is None:
+            return Pending.of(told)
+        return batch.report.map(lambda report: SealReport.joined([report, told])) if shed else batch.report
 
     def promote(self, berth: SideBerth, found: Artefact, tier: int, key: KeyId | None) -> None:
         """Bring records that came from a lower tier, and are on the device now, to those above it as well."""
