@@ -5,6 +5,8 @@
     KvContractError                what every error of this package is
     ├── UsageFault                 a caller passed something that cannot be (exit 2)
     ├── NotConformant              a declaration breaks clauses; carries every finding (exit 1)
+    ├── MissingFacts               a config lacks what a plugin needs (exit 1; in options.py)
+    ├── Refused                    a plugin refuses an option or a config (exit 1; in options.py)
     ├── PluginFault                a plugin is missing, broken or ambiguous (exit 4)
     │   ├── PluginNotFound
     │   ├── PluginLoadError
