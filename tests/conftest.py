@@ -1,7 +1,11 @@
-"""One thread for arithmetic: models here are small, and bits must not depend on which test came first."""
+"""Bits must not depend on which test came first, nor on the processor: one thread, and no matrix unit."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+from kvc_conformance.driver import NO_TILES
+
+# Both are read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", NO_TILES)

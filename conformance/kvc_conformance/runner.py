@@ -18,6 +18,7 @@ from kvc_conformance.checks import CHECKS, TIER_CHECKS
 from kvc_conformance.driver import ChildDied, ProbeFailed
 from kvc_conformance.outcomes import BROKEN, HOLDS, Evidence, Fault, Outcome, Result, Verdict, fold, judge
 from kvc_conformance.waivers import Waiver, weighed
+from kvcontract.contract.capability import CAPABILITIES, applies
 from kvcontract.contract.clauses import CLAUSES, TIER_CLAUSES, Clause, Level, clause
 from kvcontract.contract.errors import EnvironmentFault, InternalFault, UsageFault
 from kvcontract.contract.model import KvModel
@@ -296,7 +297,7 @@ class _Runner:
             self._add(Result(check.clause, "", outcome, because=blocked_by))
             return
         planned: list[tuple[str, ...]] = []
-        failed = self._guarded(check.clause, "", lambda: planned.append(check.cases(self._bench)))
+        failed = self._guarded(check.clause, "", lambda: planned.append(self._cases(check)))
         if failed.outcome is not Outcome.PASS:
             self.plan.append((check.clause, ""))
             self._add(failed)
@@ -304,6 +305,19 @@ class _Runner:
         self.plan += [(check.clause, case) for case in planned[0]]
         for case in planned[0]:
             self._add(self._guarded(check.clause, case, functools.partial(check.run, self._bench, case)))
+
+    def _cases(self, check: Check) -> tuple[str, ...]:
+        """The cases of a check.
+
+        Raises:
+            NotApplicable: the declaration has not what the clause is about.
+        """
+        rule = clause(check.clause)
+        if rule.capability is not None and self._bench.model is not None:
+            model = self._bench.model if rule.level == "L0" else self._bench.small
+            if not applies(rule, model):
+                raise NotApplicable(f"it applies where {CAPABILITIES[rule.capability].words}")
+        return check.cases(self._bench)
 
     def _blockers(self, clause_id: str) -> tuple[str, ...]:
         worst = fold(self._results)
