@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from kvcontract.core.lane import Urgency
 from kvcontract.core.pending import report_uncaught
-from kvcontract.memory.device import StreamEvent
 from kvcontract.memory.slots import take_snapshots, written
+from kvcontract.memory.stream import StreamEvent
 from kvcontract.pool.handles import Reservation
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.keys import Keyer
