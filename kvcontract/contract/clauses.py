@@ -140,6 +140,16 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         requires=_LOADED,
     ),
     Clause(
+        id="KVC-DECL-14",
+        level="L0",
+        who="author",
+        rule="Every fact is the model's own: nothing is left that fill_in marks.",
+        why="A new plugin runs on stand-ins; certified with them, it would vouch for another model.",
+        fix="Put what is true of the model in place of each fill_in(...); `kvc check` lists them.",
+        rests_on=("I5",),
+        requires=("KVC-DECL-01", "KVC-DECL-02", "KVC-DECL-03"),
+    ),
+    Clause(
         id="KVC-LAYOUT-01",
         level="L0",
         who="author",
