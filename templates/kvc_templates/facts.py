@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Final, Literal
@@ -82,6 +82,68 @@ _OTHER_STATE: Final = (
     "rwkv_",
     "ssm_",
     "state_size",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a fact that a config leaves out follows from others.
+
+    Attributes:
+        name: by which templates know it.
+        fact: what follows.
+        needs: the keys it follows from.
+        kinds: in models of which it holds.
+        says: the rule, in words.
+        holds: whether it does for the values that these keys have.
+    """
+
+    name: str
+    fact: str
+    needs: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    says: str
+    holds: Callable[[Mapping[str, Any]], bool] = lambda _: True
+
+
+_WITH_HEADS: Final[tuple[Kind, ...]] = ("gqa", "sliding", "hybrid")
+_RULES: Final = (
+    Rule(
+        "even_heads",
+        "head_dim",
+        ("hidden_size", "num_attention_heads"),
+        _WITH_HEADS,
+        "hidden_size / num_attention_heads, as the config leaves it out",
+        lambda text: text["hidden_size"] % text["num_attention_heads"] == 0,
+    ),
+    Rule(
+        "all_heads",
+        "num_key_value_heads",
+        ("num_attention_heads",),
+        _WITH_HEADS,
+        "num_attention_heads, as the config leaves it out",
+    ),
+    Rule(
+        "interval",
+        "layer_types",
+        ("full_attention_interval",),
+        ("hybrid",),
+        "every full_attention_interval-th layer is full",
+    ),
+    Rule(
+        "pattern",
+        "layer_types",
+        ("sliding_window_pattern",),
+        ("sliding",),
+        "every sliding_window_pattern-th layer is full",
+    ),
+    Rule(
+        "late",
+        "layer_types",
+        ("max_window_layers",),
+        ("sliding",),
+        "the layers from max_window_layers on slide",
+    ),
 )
 
 
@@ -314,32 +376,10 @@ def _derive(found: Facts, text: Mapping[str, Any]) -> None:
         lacking.append("layer_types")
     if "index_kinds" in found.rules and text.get("indexer_types") is None:
         lacking.append("indexer_types")
-    for fact, key, rule, how in _RULES:
-        if fact in lacking and text.get(key) is not None and (found.kind, rule) not in _NOT_THERE:
-            lacking.remove(fact)
-            found.rules.add(rule)
-            found.derived[fact] = how
+    for rule in _RULES:
+        known = all(text.get(key) is not None for key in rule.needs)
+        if rule.fact in lacking and found.kind in rule.kinds and known and rule.holds(text):
+            lacking.remove(rule.fact)
+            found.rules.add(rule.name)
+            found.derived[rule.fact] = rule.says
     found.missing = lacking
-
-
-_RULES: Final = (
-    (
-        "head_dim",
-        "hidden_size",
-        "even_heads",
-        "hidden_size / num_attention_heads, as the config leaves it out",
-    ),
-    (
-        "num_key_value_heads",
-        "num_attention_heads",
-        "all_heads",
-        "num_attention_heads, as the config leaves it out",
-    ),
-    ("layer_types", "full_attention_interval", "interval", "every full_attention_interval-th layer is full"),
-    ("layer_types", "sliding_window_pattern", "pattern", "every sliding_window_pattern-th layer is full"),
-    ("layer_types", "max_window_layers", "late", "the layers from max_window_layers on slide"),
-)
-"""A fact, the key that it follows from instead, the rule for a template to follow, and that rule in words."""
-
-_NOT_THERE: Final = frozenset({("sliding", "interval"), ("hybrid", "pattern"), ("hybrid", "late")})
-"""Rules that mean something else in models of a kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import keyword
 import re
 import sys
@@ -58,7 +59,7 @@ def _imports(name: str) -> bool:
 def _instead(name: str) -> str:
     """The nearest name without a fault."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
-    words = re.findall(r"[a-z0-9]+", plain.removeprefix(_PREFIX))
+    words = itertools.dropwhile(RESERVED.__contains__, re.findall(r"[a-z0-9]+", plain))
     near = "_".join(words)
     if not near:
         near = "my_model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -147,13 +147,14 @@ def refuse_conflicts(package: Package, folder: Path) -> None:
     """See to it that nothing would be written over.
 
     Raises:
-        UsageFault: something is in the way; all of it is named.
+        UsageFault: something is in the way, all of it is named; or the folder cannot be looked at.
     """
-    taken = [path for path in package.files if (folder / path).exists() or (folder / path).is_symlink()]
-    parents = {parent for path in package.files for parent in (folder / path).parents}
-    taken += [
-        f"{parent} (no folder)" for parent in sorted(parents) if parent.exists() and not parent.is_dir()
-    ]
+    parents = sorted({parent for path in package.files for parent in (folder / path).parents})
+    try:
+        taken = [path for path in package.files if (folder / path).exists() or (folder / path).is_symlink()]
+        taken += [f"{parent} (no folder)" for parent in parents if parent.exists() and not parent.is_dir()]
+    except OSError as error:
+        raise _unwritten(error) from error
     if taken:
         raise UsageFault(
             f"nothing was written: in {folder} there is already {', '.join(taken)};"
@@ -179,12 +180,14 @@ def write(package: Package, folder: Path) -> None:
                 made.append(file)
                 stream.write(text)
     except OSError as error:
-        left = _remove(made)
-        also = f"; {', '.join(left)} could not be removed" if left else ""
-        raise UsageFault(
-            f"nothing was written: {error.strerror}: {error.filename}; choose a folder that can be"
-            f" written to with --out{also}"
-        ) from error
+        raise _unwritten(error, left=_remove(made)) from error
+
+
+def _unwritten(error: OSError, left: Sequence[str] = ()) -> UsageFault:
+    where = f": {error.filename}" if error.filename else ""
+    also = f"; {', '.join(left)} could not be removed again" if left else ""
+    done = f"nothing was written: {error.strerror}{where}"
+    return UsageFault(f"{done}; choose a folder that can be written to with --out{also}")
 
 
 def _remove(made: list[Path]) -> list[str]:
