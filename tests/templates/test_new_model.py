@@ -265,7 +265,9 @@ def test_every_kind_is_conformant_once_filled_in(kind: Kind, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "file", ["qwen3-0.6b.json", "qwen3.5-4b.json", "gemma4-12b.json"], ids=["gqa", "hybrid", "sliding"]
+    "file",
+    ["qwen3-0.6b.json", "qwen3.5-4b.json", "gemma4-12b.json", "glm-5.2.json"],
+    ids=["gqa", "hybrid", "sliding", "mla"],
 )
 def test_from_a_real_config_it_is_conformant_at_once(file: str, tmp_path: Path) -> None:
     """Nothing is edited: what the config tells is enough."""
