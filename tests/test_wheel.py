@@ -40,4 +40,5 @@ def test_wheels_certify_outside_the_clone(tmp_path: Path) -> None:
     call(python, "-m", "pip", "install", "--quiet", *torch, cwd=tmp_path)
     call(python, "-m", "pip", "install", "--quiet", f"{library}[hf]", plugin, cwd=tmp_path)
     assert "kvc_qwen3" in call(kvc, "models", cwd=tmp_path)
+    assert call(kvc, "contract", cwd=tmp_path) == (ROOT / "docs" / "CONTRACT.md").read_text()
     assert call(kvc, "conformance", "qwen3", cwd=tmp_path).splitlines()[-1] == "qwen3: conformant at L2"

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kvc_conformance.driver import Child
+from kvc_conformance.driver import Child, scrubbed
 from kvc_conformance.outcomes import Evidence
+from kvc_conformance.spawning import nursery
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
@@ -186,10 +187,19 @@ class Bench:
         if child is None or not child.alive:
             if child is not None:
                 child.close()
-            # Small models run fastest on one thread, and do not fight over cores with whatever else runs.
-            threads = 1 if self.given_checkpoint is None else None
-            child = self._children[name] = Child(job, threads=threads)
+            # Those that are compared come from interpreters of their own: what depends on hashes differs.
+            forked = name not in {"plugin", "peer"}
+            child = self._children[name] = Child(job, threads=self._threads, forked=forked)
         return child
+
+    @property
+    def _threads(self) -> int | None:
+        """Small models run fastest on one thread, and do not fight over cores with whatever else runs."""
+        return 1 if self.given_checkpoint is None else None
+
+    def expect_children(self) -> None:
+        """Those that run models will be wanted: what they need may be imported by now."""
+        nursery(scrubbed(self._threads), self._threads)
 
 
 def small_enough(model: KvModel) -> KvModel:

@@ -13,10 +13,15 @@ from typing import IO, Any, Final
 from numpy.typing import NDArray
 
 from kvc_conformance.channel import Channel, ChannelClosed, ChannelGarbled, Message
+from kvc_conformance.spawning import nursery
 from kvcontract.contract.errors import KvContractError
 
 SCRUBBED: Final = ("PYTHON", "PYTEST", "KVC_", "HYPOTHESIS")
 """Environment variables with these beginnings do not reach a child: nothing outside may sway it."""
+
+NO_TILES: Final = "AVX512_CORE"
+"""Instructions that a processor's matrix unit is not among: with it, sums of one row depend on how many rows
+there are, and a prefill that is cut differs in the last bit from one that is not."""
 
 LOG_TAIL: Final = 2000
 
@@ -50,24 +55,34 @@ class ChildDied(KvContractError):
     exit_code = 5
 
 
+def scrubbed(threads: int | None = None) -> dict[str, str]:
+    """The environment of a child: this process's, without what could sway it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED)}
+    environment["HF_HUB_OFFLINE"] = "1"
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+        environment["ONEDNN_MAX_CPU_ISA"] = NO_TILES
+    return environment
+
+
 class Child:
     """A process of our own that imports the plugin (or, without a job for one, the reference alone).
 
     Args:
         job: plain JSON handed to the child's first message: where the plugin is, its options, ...
         threads: of the child's arithmetic; None leaves it to the libraries.
+        forked: born in a nursery, where what it needs is imported; hashes and the like are then the same in
+            all of them.
     """
 
-    def __init__(self, job: Mapping[str, Any], *, threads: int | None = None) -> None:
+    def __init__(self, job: Mapping[str, Any], *, threads: int | None = None, forked: bool = False) -> None:
         ours, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED)}
-        environment["HF_HUB_OFFLINE"] = "1"
-        if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
-        command = [sys.executable, "-I", "-m", "kvc_conformance.child", str(theirs.fileno())]
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            command,
+        environment = scrubbed(threads)
+        born = nursery(environment, threads) if forked else None
+        process = None if born is None else born.spawn(theirs, self._log, environment)
+        self._process = process or subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-I", "-m", "kvc_conformance.child", str(theirs.fileno())],
             env=environment,
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,

@@ -114,6 +114,11 @@ def _labelled(label: str, text: list[str]) -> list[str]:
 
 def again(request: Request, clause_id: str) -> str:
     """The command that runs one clause again, as this run did."""
+    return f"{whole(request)} --clause {clause_id}"
+
+
+def whole(request: Request) -> str:
+    """The command that runs all of it again, as this run did."""
     words = ["kvc", "conformance", *(["--tier"] if request.tier else []), request.name]
     for name in ("config", "checkpoint"):
         if getattr(request, name) is not None:
@@ -125,11 +130,13 @@ def again(request: Request, clause_id: str) -> str:
             words += [f"--{name.replace('_', '-')}", str(value)]
     for name, value in request.plugin_options.items():
         words += ["-O", f"{name}={value}"]
+    if request.level != "L2" and not request.tier:
+        words += ["--level", request.level]
     if request.seed:
         words += ["--seed", str(request.seed)]
     if request.device != "cpu":
         words += ["--device", request.device]
-    return shlex.join([*words, "--clause", clause_id])
+    return shlex.join(words)
 
 
 def _first(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvc_conformance.bench import Bench, Failed, NotApplicable, small_enough
+from kvc_conformance.bench import Bench, Failed, small_enough
 from kvc_conformance.beside import Beside
 from kvc_conformance.channel import Message
 from kvc_conformance.content import POISON, Content, trimmed
@@ -58,24 +58,8 @@ def model_for(
     key_tokens: int | None = None,
     boundary_tokens: int | None = None,
 ) -> KvModel:
-    """The declaration that stores are made of: small, where there is a small one; see `trimmed`.
-
-    Raises:
-        NotApplicable: nothing of it can be reused at all.
-    """
-    refuse_never(bench.small)
+    """The declaration that stores are made of: small, where there is a small one; see `trimmed`."""
     return small_enough(trimmed(bench.small, page_tokens, limit_bytes, key_tokens, boundary_tokens))
-
-
-def refuse_never(model: KvModel) -> None:
-    """Say that a clause on reuse does not apply where nothing is reused.
-
-    Raises:
-        NotApplicable: names the groups that are never restored.
-    """
-    never = [group.name for group in model.groups if not group.checkpointable]
-    if never:
-        raise NotApplicable(f"group {', '.join(never)} is never restored, so no prefix is reused")
 
 
 def prompt(seed: int, *path: int, length: int) -> list[int]:

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,11 @@ from kvc_conformance.checkpoints import refuse_broken_weights
 from kvc_conformance.checks import CHECKS, TIER_CHECKS
 from kvc_conformance.driver import ChildDied, ProbeFailed
 from kvc_conformance.outcomes import BROKEN, HOLDS, Evidence, Fault, Outcome, Result, Verdict, fold, judge
+from kvc_conformance.waivers import Waiver, weighed
+from kvcontract.contract.capability import CAPABILITIES, applies
 from kvcontract.contract.clauses import CLAUSES, TIER_CLAUSES, Clause, Level, clause
 from kvcontract.contract.errors import EnvironmentFault, InternalFault, UsageFault
+from kvcontract.contract.model import KvModel
 from kvcontract.contract.stand_in import StandIn
 from kvcontract.core.identity import load_config
 
@@ -49,6 +53,7 @@ class Request:
         seed: all randomness comes from it.
         device: where executors run, in torch's spelling.
         tier: it is a tier; `config`, `checkpoint`, `options`, `level` and `device` do not apply.
+        waivers: failures that are lived with for a while.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Request:
     seed: int = 0
     device: str = "cpu"
     tier: bool = False
+    waivers: tuple[Waiver, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class Report:
         results: one for each, in order.
         verdict: what they come to.
         environment: versions and the like.
+        model: what was declared; None: nothing that can be shown, or a tier was certified.
     """
 
     request: Request
@@ -81,6 +88,7 @@ class Report:
     results: tuple[Result, ...]
     verdict: Verdict
     environment: dict[str, Any]
+    model: KvModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,8 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     subject = _subject(request)
     with tempfile.TemporaryDirectory(prefix="kvc-") as folder:
         bench = Bench(_job(request), Path(folder), request.seed, request.checkpoint)
+        if subject.level == "L2":
+            bench.expect_children()
         try:
             failure = subject.load(bench)
             runner = _Runner(bench, request, subject, tell)
@@ -127,7 +137,8 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     elif request.only and verdict.exit_code == 0:
         sentence = f"{request.name}: every selected clause holds; a selection certifies nothing"
         verdict = Verdict("incomplete", None, sentence, 3)
-    return Report(request, tuple(runner.plan), tuple(results), verdict, environment(bench))
+    verdict = weighed(verdict, fold(results), request.waivers, datetime.now(UTC).date())
+    return Report(request, tuple(runner.plan), tuple(results), verdict, environment(bench), bench.model)
 
 
 def _subject(request: Request) -> _Subject:
@@ -288,7 +299,7 @@ class _Runner:
             self._add(Result(check.clause, "", outcome, because=blocked_by))
             return
         planned: list[tuple[str, ...]] = []
-        failed = self._guarded(check.clause, "", lambda: planned.append(check.cases(self._bench)))
+        failed = self._guarded(check.clause, "", lambda: planned.append(self._cases(check)))
         if failed.outcome is not Outcome.PASS:
             self.plan.append((check.clause, ""))
             self._add(failed)
@@ -296,6 +307,19 @@ class _Runner:
         self.plan += [(check.clause, case) for case in planned[0]]
         for case in planned[0]:
             self._add(self._guarded(check.clause, case, functools.partial(check.run, self._bench, case)))
+
+    def _cases(self, check: Check) -> tuple[str, ...]:
+        """The cases of a check.
+
+        Raises:
+            NotApplicable: the declaration has not what the clause is about.
+        """
+        rule = clause(check.clause)
+        if rule.capability is not None and self._bench.model is not None:
+            model = self._bench.model if rule.level == "L0" else self._bench.small
+            if not applies(rule, model):
+                raise NotApplicable(f"it applies where {CAPABILITIES[rule.capability].words}")
+        return check.cases(self._bench)
 
     def _blockers(self, clause_id: str) -> tuple[str, ...]:
         worst = fold(self._results)

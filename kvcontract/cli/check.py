@@ -54,4 +54,4 @@ def _sound(name: str, figures: dict[str, Any], marks: tuple[StandIn, ...]) -> No
         f"fingerprint {figures['fingerprint']}"
     )
     if marks:
-        out.print(f"{name}: still to be filled in (KVC-DECL-14): {facts_of(marks)}")
+        out.print(f"{name}: still to be filled in (KVC-DECL-11): {facts_of(marks)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,6 +36,11 @@ def command(
     device: Annotated[
         str | None, typer.Option(help="Where executors run: cpu, cuda, cuda:1, ...", show_default="cpu")
     ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Also write JUnit's XML there.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the report as one HTML page there.")] = None,
+    waivers: Annotated[
+        Path | None, typer.Option(help="A TOML file of failures that are lived with for a while.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Tell every failure in full.")] = False,
     tb: Annotated[bool, typer.Option("--tb", help="Show the end of tracebacks.")] = False,
     json: JsonFlag = False,
@@ -47,11 +54,15 @@ def command(
     """
     from kvc_conformance import report as reports  # noqa: PLC0415 - `kvc --help` must not pay for the suite
     from kvc_conformance.runner import run  # noqa: PLC0415
+    from kvc_conformance.waivers import read  # noqa: PLC0415
 
     given = {"level": level, "device": device}
     request = (
         _model(shared, given, clauses, seed) if tier is None else _tier(tier, shared, given, clauses, seed)
     )
+    if waivers is not None:
+        request = replace(request, waivers=read(waivers))
+    _refuse_places(junit=junit, html=html)
     talk = view.console(sys.stderr)
 
     def tell(result: Any) -> None:
@@ -62,12 +73,33 @@ def command(
         what = LEVELS["T"] if request.tier else f"up to {request.level} ({LEVELS[request.level]})"
         talk.print(f"{request.name}: certifying {what}")
     found = run(request, progress=tell)
+    if junit is not None:
+        from kvc_conformance.junit import junit as as_junit  # noqa: PLC0415
+
+        junit.write_text(as_junit(found), encoding="utf-8")
+    if html is not None:
+        from kvc_conformance.page import page  # noqa: PLC0415
+
+        html.write_text(page(found), encoding="utf-8")
     if json:
         view.emit_json(reports.as_json(found))
     else:
         for line in reports.lines(found, everything=everything, tracebacks=tb):
             view.console().print(line)
     return found.verdict.exit_code
+
+
+def _refuse_places(**given: Path | None) -> None:
+    """Refuse files that cannot be written, before anything runs."""
+    faults = [
+        f"--{name} {place}: there is no folder {place.parent}"
+        if not place.parent.is_dir()
+        else f"--{name} {place}: it is a folder"
+        for name, place in given.items()
+        if place is not None and (not place.parent.is_dir() or place.is_dir())
+    ]
+    if faults:
+        raise UsageFault("; ".join(faults))
 
 
 def _model(

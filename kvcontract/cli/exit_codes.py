@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
 from kvcontract.cli import view
 from kvcontract.cli.launching import JsonFlag
-from kvcontract.contract.errors import UsageFault
-
-EXIT_CODES: Final[dict[int, str]] = {
-    0: "conformant at the level asked for, or the command did what was asked",
-    1: "not conformant: at least one clause failed; or stored records are damaged",
-    2: "usage: the command line or a file it names cannot be read",
-    3: "incomplete: nothing failed, but something required did not run, or nothing ran at all",
-    4: "the plugin was not found, is ambiguous, or could not be loaded",
-    5: "our fault: an internal error, or a plan and results that disagree",
-    130: "interrupted",
-}
+from kvcontract.contract.errors import EXIT_CODES, UsageFault
 
 
 def command(

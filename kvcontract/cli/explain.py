@@ -9,6 +9,7 @@ import typer
 
 from kvcontract.cli import view
 from kvcontract.cli.launching import JsonFlag
+from kvcontract.contract.capability import CAPABILITIES
 from kvcontract.contract.clauses import CLAUSES, LEVELS, TIER_CLAUSES, Clause, clause
 from kvcontract.contract.errors import UsageFault
 
@@ -41,6 +42,13 @@ def _row(item: Clause) -> tuple[str, ...]:
     return item.id, item.level, item.who, item.rule
 
 
+def _applies(item: Clause) -> str:
+    if item.capability is None:
+        return f"to every {'tier' if item.level == 'T' else 'declaration'}"
+    asked = CAPABILITIES[item.capability]
+    return f"where {asked.words} ({asked.attribute})"
+
+
 def _print(item: Clause) -> None:
     out = view.console()
     out.print(f"{item.id}  (since contract {item.since})")
@@ -49,6 +57,7 @@ def _print(item: Clause) -> None:
     out.print(f"  try:      {item.fix}")
     out.print(f"  level:    {item.level}, {LEVELS[item.level]}")
     out.print(f"  kept by:  the {item.who}")
+    out.print(f"  applies:  {_applies(item)}")
     behaviours = f"behaviours {', '.join(item.rests_on)}" if item.rests_on else "none"
     out.print(f"  rests on: {behaviours}")
     out.print(f"  requires: {', '.join(item.requires) or 'nothing'}")

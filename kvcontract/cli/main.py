@@ -23,6 +23,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "simulate": ("kvcontract.cli.simulate", "Simulate stores under faults, seed by seed."),
     "replay": ("kvcontract.cli.replay", "Play the trace of a simulation again."),
     "store": ("kvcontract.cli.store", "Look at, check and tidy the directory of a disk tier."),
+    "contract": ("kvcontract.cli.contract", "Print the contract: one page, for authors of plugins."),
     "explain": ("kvcontract.cli.explain", "Explain one clause of the contract, or list them all."),
     "help": ("kvcontract.cli.exit_codes", "Explain a topic; so far: exit-codes."),
 }

@@ -7,6 +7,8 @@ from typing import Final, Literal
 
 Level = Literal["L0", "L1", "L2", "L3", "T"]
 Keeper = Literal["author", "engine", "runtime"]
+Capability = Literal["repack", "conversion", "bounded", "reuse", "snapshots", "windows", "beside"]
+"""What a clause may be about that not every declaration has: see `kvcontract.contract.capability`."""
 
 LEVELS: Final[dict[Level, str]] = {
     "L0": "declared: static checks of the declaration",
@@ -25,6 +27,7 @@ class Clause:
         id: ``KVC-FAMILY-nn``.
         level: the level of certification it belongs to.
         who: whose duty it is.
+        capability: what a declaration must have for it to apply; None: it always does.
         rule: what must hold, in one sentence.
         why: what goes wrong otherwise.
         fix: the first thing to try.
@@ -41,4 +44,5 @@ class Clause:
     fix: str
     rests_on: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
+    capability: Capability | None = None
     since: int = 1

@@ -5,6 +5,8 @@
     KvContractError                what every error of this package is
     ├── UsageFault                 a caller passed something that cannot be (exit 2)
     ├── NotConformant              a declaration breaks clauses; carries every finding (exit 1)
+    ├── MissingFacts               a config lacks what a plugin needs (exit 1; in options.py)
+    ├── Refused                    a plugin refuses an option or a config (exit 1; in options.py)
     ├── PluginFault                a plugin is missing, broken or ambiguous (exit 4)
     │   ├── PluginNotFound
     │   ├── PluginLoadError
@@ -21,8 +23,20 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Final
 
 from kvcontract.contract.finding import Finding
+
+EXIT_CODES: Final[dict[int, str]] = {
+    0: "conformant as asked, or done",
+    1: "a clause failed, or stored records are damaged",
+    2: "what was asked for cannot be read",
+    3: "incomplete, something required did not run",
+    4: "no such plugin, or it does not load",
+    5: "our fault, please report it",
+    130: "interrupted",
+}
+"""What the commands' exit codes mean."""
 
 
 class KvContractError(Exception):

@@ -213,7 +213,12 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """A layer that keeps both: attention and linear-attention state side by side."""
+    """A layer that keeps both: attention and linear-attention state side by side.
+
+    Attributes:
+        attention: where its keys and values lie.
+        recurrent: where its state does.
+    """
 
     attention: Attention
     recurrent: Recurrent

@@ -22,9 +22,6 @@ from pydantic_core import core_schema
 CONTRACT_REVISION: Final = 1
 """Revision of the contract that this package serves; it moves apart from the package's version."""
 
-DRAFT: Final = True
-"""Revision 1 stays a draft, and may still change, until every one of its fields is served."""
-
 TOKEN_AXIS: Final = "token"  # noqa: S105 - an axis, not a secret
 """Name of the axis over a block's rows; outermost unless a field of `Arena.planes` places it, with size 1."""
 
@@ -250,7 +247,11 @@ class Group(Declared):
 
 
 class StaticScale(Declared):
-    """A quantisation scale that is part of the launch, not of the cache; hence part of the identity."""
+    """A quantisation scale that is part of the launch, not of the cache; hence part of the identity.
+
+    Attributes:
+        digest: of the scale's bytes.
+    """
 
     digest: str
 
@@ -316,6 +317,10 @@ class Conversion(Declared):
 
     Each is called as ``fn(src, dst)`` with dicts ``{"arena/field": Tensor[rows, ...]}``; it writes every
     element of `dst`, never `src`, and allocates nothing that outlives the call.
+
+    Attributes:
+        to_wire: from what is executed on to what is stored.
+        from_wire: back.
     """
 
     to_wire: str
@@ -331,7 +336,8 @@ class Repack(Declared):
         conversion: ``derived`` from the two field lists (re-slice, permute, join or split, widen), or
             callables.
         version: raised whenever the callables write other bytes.
-        lossless: whether values survive both ways; otherwise `bound` is the largest relative error.
+        lossless: whether values survive both ways.
+        bound: the largest relative error, stated if and only if they do not.
     """
 
     arenas: tuple[Arena, ...]

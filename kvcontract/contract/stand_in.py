@@ -1,7 +1,7 @@
 """Facts that are still to be filled in, and how a plugin marks them.
 
 A new plugin runs before its author knows everything: where a fact is missing stands a value that works.
-`fill_in` marks it, and what is marked keeps the plugin from any level (KVC-DECL-14).
+`fill_in` marks it, and what is marked keeps the plugin from any level (KVC-DECL-11).
 """
 
 from __future__ import annotations

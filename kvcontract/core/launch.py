@@ -37,7 +37,7 @@ class Launch:
 
     @property
     def stand_ins(self) -> tuple[StandIn, ...]:
-        """What the plugin marks as still to be filled in (KVC-DECL-14)."""
+        """What the plugin marks as still to be filled in (KVC-DECL-11)."""
         return stand_ins(self.plugin.module)
 
     @property

@@ -56,10 +56,15 @@ class Guards(Ledger):
         """Keep owned pages (int32 [n]) from being reissued until `unpin`, whatever their owner does (C1).
 
         Raises:
-            UsageFault: a page twice, out of range, or not owned by anybody.
+            UsageFault: a page twice, out of range, not owned by anybody, or staged and nowhere pinned yet.
         """
         with self._gate() as books:
-            self._check_pages(pages, lambda valid: (books.refs[valid] == 0) | (books.state[valid] == STAGED))
+            self._check_pages(
+                pages,
+                lambda valid: (
+                    (books.refs[valid] == 0) | ((books.state[valid] == STAGED) & (books.pins[valid] == 0))
+                ),
+            )
             books.pin(pages)
 
     def unpin(self, pages: Pages) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcontract.contract.errors import UsageFault
-from kvcontract.pool.books import ROOT
+from kvcontract.pool.books import ROOT, Books
 from kvcontract.pool.guards import Guards, as_keys
 from kvcontract.pool.handles import Entitlement, Handle, Never, Reservation, Run
 from kvcontract.pool.index import Keys, Pages
@@ -284,6 +284,16 @@ class SidePool(Guards):
 
     # Saves
 
+    def there(self, blocks: Pages, generations: npt.NDArray[np.uint32]) -> Flags:
+        """Which blocks have the occupants still that are meant, named or about to be: bool [...].
+
+        Args:
+            blocks: int32 [...].
+            generations: uint32 [...], of the occupants.
+        """
+        with self._gate() as books:
+            return self._there(books, blocks, generations)
+
     def copy_from(self, entitlement: Entitlement, blocks: Pages) -> bool:
         """Keep another request's blocks (int32 [n], none twice) until `copied`, or the end of this one.
 
@@ -306,7 +316,8 @@ class SidePool(Guards):
     ) -> Flags:
         """Keep blocks from being issued again until `unpin` (C1), as far as each has its occupant still.
 
-        A pin takes room; where there is too little, the last blocks are left out.
+        A pin takes room; where there is too little, the last blocks are left out.  Blocks may be pinned
+        before they are named: who reads them waits for whatever fills them.
 
         Args:
             blocks: int32 [n], none twice.
@@ -320,7 +331,7 @@ class SidePool(Guards):
             UsageFault: the entitlement is spent.
         """
         with self._gate() as books:
-            there: Flags = (books.generation[blocks] == generations) & (books.state[blocks] > STAGED)
+            there = self._there(books, blocks, generations)
             fresh, room = np.flatnonzero(there & (books.pins[blocks] == 0)), self._room()
             if ending is not None:
                 run = self._peek(ending)
@@ -337,6 +348,10 @@ class SidePool(Guards):
             return there
 
     # Under the gate
+
+    def _there(self, books: Books, blocks: Pages, generations: npt.NDArray[np.uint32]) -> Flags:
+        found: Flags = (books.generation[blocks] == generations) & (books.state[blocks] >= STAGED)
+        return found
 
     def _held(self, pages: Pages, keys: Keys) -> SideHold:
         count = len(pages)

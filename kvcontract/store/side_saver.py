@@ -19,7 +19,7 @@ from kvcontract.store.saver import Saver
 from kvcontract.store.saves import NOTHING, Batch, Remembered, Run, SealReport
 from kvcontract.store.snapshots import Artefact, Checkpoint
 from kvcontract.store.worker import After
-from kvcontract.tiers.base import SaveClass
+from kvcontract.tiers.base import Code, SaveClass
 from kvcontract.tiers.cipher import KeyId
 
 KEPT_SHED: Final = 256
@@ -84,12 +84,21 @@ class SideSaver(Saver):
         batch, left = self._chosen(berth, found, cls, handoff, key, ending, last=last)
         if last and handoff is None and len(left.keys):
             self._remember(berth, Left(left, key))
+        told = self._told(left, batch, handoff)
         if batch is not None:
             batch.after = events[-1] if len(events) == 1 else _all_of(events) if events else after
             self._start(batch)
         if last:
             self._drain(berth)  # pins may have come back before it was remembered
-        return Pending.of(NOTHING) if batch is None else batch.report
+        if batch is None:
+            return Pending.of(told)
+        return batch.report.map(lambda report: SealReport.joined([report, told]))
+
+    def _told(self, left: Artefact, batch: Batch | None, handoff: str | None) -> SealReport:
+        """Of what may not be saved now, what the batch does not tell of itself (C5)."""
+        count = (len(left.keys) - (0 if batch is None else len(batch.shed))) * self._step
+        reason = Code.SHED if handoff is None else Code.FULL  # a handoff is never shed: the device is full
+        return SealReport(count, 0, {reason.name.lower(): count}) if count else NOTHING
 
     def promote(self, berth: SideBerth, found: Artefact, tier: int, key: KeyId | None) -> None:
         """Bring records that came from a lower tier, and are on the device now, to those above it as well."""
@@ -212,8 +221,7 @@ class SideSaver(Saver):
 
     def _wanted(self, berth: SideBerth, found: Artefact, handoff: str | None, *, retry: bool) -> Artefact:
         """Records that are on the device still, and that some tier lacks."""
-        pool = berth.pool
-        rows = (pool.generation[found.blocks] == found.generations).all(axis=1)
+        rows: Flags = np.logical_and.reduce(berth.pool.there(found.blocks, found.generations), axis=1)
         if handoff is None:
             last, generations, now = found.blocks[:, -1], found.generations[:, -1], self._clock()
             lacking = np.zeros(len(rows), np.bool_)

@@ -308,8 +308,7 @@ def _there(rank: Rank, checkpoint: Checkpoint) -> bool:
     """Whether all of a checkpoint is on the device still."""
     pools = {side.index.key: side.index for side in rank.pool.sides}
     return all(
-        (pools[key].generation[item.blocks] == item.generations).all()
-        for key, item in checkpoint.by_space.items()
+        pools[key].there(item.blocks, item.generations).all() for key, item in checkpoint.by_space.items()
     )
 
 

@@ -278,3 +278,13 @@ def test_inspect_writes_shapes_and_counts_for_readers(capsys: pytest.CaptureFixt
 def test_explain_says_none_of_behaviours(capsys: pytest.CaptureFixture[str]) -> None:
     """A clause that rests on no behaviour says so plainly."""
     assert "rests on: none" in run(capsys, "explain", "KVC-DECL-05")[1]
+
+
+def test_explain_says_where_a_clause_applies(capsys: pytest.CaptureFixture[str]) -> None:
+    """Everywhere, on every tier, or where a declaration has what it is about; JSON names the capability."""
+    assert "applies:  to every declaration\n" in run(capsys, "explain", "KVC-DECL-05")[1]
+    assert "applies:  to every tier\n" in run(capsys, "explain", "KVC-TIER-02")[1]
+    said = run(capsys, "explain", "KVC-REPACK-02")[1]
+    assert "applies:  where the repack names callables (Repack.conversion)\n" in said
+    [rule] = run_json(capsys, "explain", "KVC-REPACK-02")[1]["clauses"]
+    assert (rule["capability"], rule["since"], rule["who"]) == ("conversion", 1, "author")

@@ -35,7 +35,7 @@ from kvcontract.pool.keys import token_array
         None,
         7,
     ],
-    ids=repr,
+    ids=lambda tokens: type(tokens).__name__,
 )
 def test_d5_what_is_no_integer_sequence_is_refused(tokens: Any) -> None:
     """Sets have no order, bytes would be read as words, booleans and floats are no ids (D5)."""

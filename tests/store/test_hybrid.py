@@ -483,6 +483,19 @@ def test_c5_state_that_was_shed_is_saved_when_pins_come_back() -> None:
         assert [hit(s, each) for each in prompts] == [6 * PAGE] * 3
 
 
+def test_c5_what_was_shed_of_state_is_told() -> None:
+    """C5: the report of a retire counts it, whether some of it began or nothing did."""
+    prompts = [prompt(6, seed=seed) for seed in range(3)]
+    with setup(save_budget=0.05, pages=600) as s:
+        s.tier.holding.add("save")
+        reports = [s.store.retire(s.compute(each)) for each in prompts]
+        s.tier.open("save")
+        for report in reports[1:]:
+            told = report.value
+            assert told.failed["shed"] > 0
+            assert told.pages == told.saved + told.failed["shed"]
+
+
 def test_c8_c5_a_barrier_covers_the_saves_of_state_that_was_shed() -> None:
     """C8, C5: they begin after it was asked for; it waits until each of them has ended."""
     prompts = [prompt(6, seed=seed) for seed in range(3)]

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvc_conformance.bench import Bench, Check, CouldNotRun, NotApplicable
+from kvc_conformance.bench import Bench, Check, CouldNotRun
 from kvc_conformance.beside import Beside
 from kvc_conformance.checks.golden import NAN, page_cases
 from kvc_conformance.engine_rig import Job, Rig, engine_rig
@@ -22,16 +22,8 @@ CUT_NOISE: Final = 0.02
 """How far states may be apart where even coarse cuts change bits, in units of the largest number."""
 
 
-def _needs_slots(bench: Bench) -> KvModel:
-    model = bench.small
-    if not any(group.kind == "bounded" for group in model.groups):
-        raise NotApplicable("the declaration has no bounded group")
-    return model
-
-
 def _cut(bench: Bench, case: str) -> str:
     """KVC-BOUNDED-01."""
-    _needs_slots(bench)
     dtype, page = case.split(", page ")
     whole = _cut_at(bench, dtype, int(page), None)
     fine = _cut_at(bench, dtype, int(page), 1)

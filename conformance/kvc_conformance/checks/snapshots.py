@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvc_conformance.bench import Bench, Check, Failed, NotApplicable
+from kvc_conformance.bench import Bench, Check, Failed
 from kvc_conformance.beside import Beside
 from kvc_conformance.content import page_sizes
 from kvc_conformance.driver import ProbeFailed
@@ -20,11 +20,8 @@ LEAST_SLOTS: Final = 3
 
 
 def _stored_slots(bench: Bench) -> KvModel:
-    """The declaration, where it has snapshots."""
-    model = model_for(bench, page_sizes(bench.small, (PAGE,))[0], boundary_tokens=BOUNDARY_TOKENS)
-    if not Beside.of(model).slots:
-        raise NotApplicable("the declaration has no bounded group that is stored")
-    return model
+    """The declaration, at the page size and boundary that snapshots are looked at with."""
+    return model_for(bench, page_sizes(bench.small, (PAGE,))[0], boundary_tokens=BOUNDARY_TOKENS)
 
 
 def _slot_blocks(model: KvModel, blocks: int) -> dict[str, int]:
@@ -165,8 +162,6 @@ def _joint(bench: Bench, case: str) -> str:
     """KVC-BOUNDED-04: full pages reach further than what goes beside; the rest is let go."""
     page = page_sizes(bench.small, (PAGE,))[0]
     model = model_for(bench, page, boundary_tokens=BOUNDARY_TOKENS)
-    if not Beside.of(model):
-        raise NotApplicable("the declaration keeps nothing beside its full pages")
     tiers: list[dict[str, Any]] = [{}] if case == "from a tier" else []
     narrow = {
         key: -(-reach.tokens // page) + STEP_PAGES + 3 for key, reach in Beside.of(model).windows.items()
@@ -249,8 +244,6 @@ def _windows(bench: Bench, case: str) -> str:
     """KVC-PREFIX-08: a hit holds, and a request keeps, exactly what is read from there on."""
     page = int(case.removeprefix("page "))
     rig = Rig(bench, model_for(bench, page, boundary_tokens=BOUNDARY_TOKENS), pages=POOL_PAGES)
-    if not rig.beside.windows:
-        raise NotApplicable("the declaration has no window and no chunk")
     unit = rig.beside.granule_tokens
     tokens = prompt(bench.seed, page, 950, length=6 * unit + page // 2 + 1)
     name, at = rig.admit(tokens, {}, max_new=2), 0

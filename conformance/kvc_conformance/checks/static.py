@@ -15,7 +15,7 @@ BEFORE_DECLARING: Final = frozenset(
 )
 """Clauses that hold or break before there is a declaration."""
 
-FILLED_IN: Final = "KVC-DECL-14"
+FACTS: Final = "KVC-DECL-11"
 TP_DEGREES: Final = (1, 2, 4, 8)
 
 
@@ -39,13 +39,13 @@ def _again(bench: Bench, clause_id: str, found: list[Finding]) -> list[Finding]:
     return [item for item in check_model(bench.model, tp=tp) if item.clause == clause_id]
 
 
-def _filled_in(bench: Bench, _case: str) -> None:
-    """KVC-DECL-14."""
+def _facts(bench: Bench, case: str) -> None:
+    """KVC-DECL-11: nothing is missing or refused, and nothing stands in for what is missing."""
+    _static(FACTS).run(bench, case)
     marks = bench.stand_ins
     if marks:
-        raise CouldNotRun(
-            f"needs facts that are still to be filled in: {facts_of(marks)}", where=marks[0].where
-        )
+        needs = f"needs facts that are still to be filled in: {facts_of(marks)}"
+        raise CouldNotRun(needs, where=marks[0].where)
 
 
 def _same_for_every_tp(bench: Bench, _case: str) -> str:
@@ -67,7 +67,7 @@ def _same_for_every_tp(bench: Bench, _case: str) -> str:
 
 
 CHECKS: Final[tuple[Check, ...]] = (
-    *(_static(item.id) for item in CLAUSES if item.level == "L0" and item.id != FILLED_IN),
-    Check(FILLED_IN, _filled_in),
+    *(_static(item.id) for item in CLAUSES if item.level == "L0" and item.id != FACTS),
+    Check(FACTS, _facts),
     Check("KVC-LAYOUT-08", _same_for_every_tp),
 )

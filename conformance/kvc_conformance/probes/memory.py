@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
 from kvc_conformance.probes.declare import open_launch
-from kvcontract.contract.errors import KvContractError, PluginFault
+from kvcontract.contract.errors import InternalFault, KvContractError, PluginFault
 from kvcontract.contract.layout import Space, layout, with_page_tokens
 from kvcontract.contract.model import KvModel
 from kvcontract.contract.wire import Part, parts, wire_record
@@ -160,14 +160,14 @@ def importable(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
     del arguments, arrays
     repack = declared(session, None).repack
     if repack is None or isinstance(repack.conversion, str):
-        return Message({"callables": False})
+        return Message({"refused": ["the declaration names none"]})
     refused = []
     for name in (repack.conversion.to_wire, repack.conversion.from_wire):
         try:
             resolve(name)
         except PluginFault as error:
             refused.append(str(error))
-    return Message({"callables": True, "refused": refused})
+    return Message({"refused": refused})
 
 
 def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
@@ -180,7 +180,7 @@ def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
     model = declared(session, arguments["page_tokens"])
     repack = model.repack
     if repack is None or isinstance(repack.conversion, str):
-        return Message({"callables": False})
+        raise InternalFault("a conversion was called for where none is declared")
     to_wire, from_wire = resolve(repack.conversion.to_wire), resolve(repack.conversion.from_wire)
     wired = model.model_copy(update={"arenas": repack.arenas, "repack": None})
     found: dict[str, list[NDArray[np.uint8]]] = {"source": [], "source_after": [], "wire": [], "back": []}
@@ -200,7 +200,7 @@ def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
         found["wire"].append(np.stack(wires))
         found["back"].append(np.stack(backs))
     joined = {name: np.concatenate(pieces, axis=-1) for name, pieces in found.items()}
-    return Message({"callables": True}, joined)
+    return Message({}, joined)
 
 
 def refusals(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
