@@ -49,6 +49,7 @@ def certify(
         seed: likewise.
         tier: it is a tier.
     """
+    # long: the arguments, one a line, and what they mean
     request = Request(
         name=name,
         file=None if file is None else Path(file),

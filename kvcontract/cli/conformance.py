@@ -16,7 +16,7 @@ from kvcontract.contract.errors import UsageFault
 from kvcontract.contract.options import LaunchOptions
 
 if TYPE_CHECKING:
-    from kvc_conformance.runner import Request
+    from kvc_conformance.runner import Report, Request
 
 
 @with_optional_source
@@ -52,6 +52,7 @@ def command(
     Examples: kvc conformance qwen3 · kvc conformance qwen3 --checkpoint DIR --page-tokens 64 ·
     kvc conformance mine --plugin mine.py --level L1 · kvc conformance --tier dram
     """
+    # long: every option, one a line
     from kvc_conformance import report as reports  # noqa: PLC0415 - `kvc --help` must not pay for the suite
     from kvc_conformance.runner import run  # noqa: PLC0415
     from kvc_conformance.waivers import read  # noqa: PLC0415
@@ -73,20 +74,23 @@ def command(
         what = LEVELS["T"] if request.tier else f"up to {request.level} ({LEVELS[request.level]})"
         talk.print(f"{request.name}: certifying {what}")
     found = run(request, progress=tell)
-    if junit is not None:
-        from kvc_conformance.junit import junit as as_junit  # noqa: PLC0415
-
-        junit.write_text(as_junit(found), encoding="utf-8")
-    if html is not None:
-        from kvc_conformance.page import page  # noqa: PLC0415
-
-        html.write_text(page(found), encoding="utf-8")
+    _write(found, junit, html)
     if json:
         view.emit_json(reports.as_json(found))
     else:
         for line in reports.lines(found, everything=everything, tracebacks=tb):
             view.console().print(line)
     return found.verdict.exit_code
+
+
+def _write(found: Report, junit: Path | None, html: Path | None) -> None:
+    from kvc_conformance.junit import junit as as_junit  # noqa: PLC0415 - as above
+    from kvc_conformance.page import page  # noqa: PLC0415
+
+    if junit is not None:
+        junit.write_text(as_junit(found), encoding="utf-8")
+    if html is not None:
+        html.write_text(page(found), encoding="utf-8")
 
 
 def _refuse_places(**given: Path | None) -> None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcontract.contract.executor import Step
-from kvcontract.memory.device import StreamEvent
+from kvcontract.memory.stream import StreamEvent
 from kvcontract.pool.request import Chunk
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,9 +24,7 @@ from kvcontract.contract.errors import EnvironmentFault, UsageFault
 from kvcontract.contract.layout import ArenaLayout, FieldLayout, Space
 from kvcontract.memory.host import aligned_memory
 from kvcontract.memory.slab import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from kvcontract.memory.device import StreamEvent
+from kvcontract.memory.stream import StreamEvent
 
 CLAUSE: Final = "KVC-LAYOUT-05"
 _BYTE_BITS: Final = 8

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -33,24 +33,13 @@ from kvcontract.memory.grains import has_kernels
 from kvcontract.memory.pinned import pinned_memory
 from kvcontract.memory.plan import Desk, Plan
 from kvcontract.memory.slab import Allocate
+from kvcontract.memory.stream import StreamEvent
 
 ON_DEVICE: Final = 3
 """Batches of one direction that are on the device at one time: one is copied, one is gathered or summed, and
 one waits, which is what there is to do while the host learns that one has landed."""
 
 Sums = NDArray[np.uint32]
-
-
-class StreamEvent(Protocol):
-    """A point of a device's work, such as `torch.cuda.Event`."""
-
-    def wait(self, stream: Any) -> Any:
-        """Let a stream wait for it; the caller goes on."""
-        ...
-
-    def synchronize(self) -> Any:
-        """Wait for it here."""
-        ...
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcontract.contract.model import TOKEN_AXIS
 from kvcontract.contract.snapshot import live_key
 from kvcontract.memory.binding import Binding
-from kvcontract.memory.device import StreamEvent
+from kvcontract.memory.stream import StreamEvent
 
 Pairs = Sequence[tuple[int, int]]
 

@@ -369,6 +369,7 @@ class StoreCore:
             "resolving": self.resolver.searching,
             "waiting_for_room": self.lines.waiting,
             "loads": len(self.loading),
+            "publishing": len(self.snapshots.pending),
             "saves": len(self._saves),
             "shed": sum(len(saver.shed) for saver in self.savers),
             "relays": sum(part.relays.pages for part in self.parts),
@@ -401,7 +402,7 @@ class StoreCore:
     def _submitted(self) -> tuple[Pending[Any], ...]:
         relays = [pending for part in self.parts for pending in part.pending]
         shed = [pending for saver in self.savers for pending in saver.shed]
-        return (*self._saves, *shed, *relays)
+        return (*self._saves, *shed, *relays, *self.snapshots.pending)
 
     @property
     def _saves(self) -> tuple[Pending[None], ...]:

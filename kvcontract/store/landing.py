@@ -15,9 +15,9 @@ from kvcontract.core.lane import Urgency
 from kvcontract.core.pending import Pending
 from kvcontract.memory.checksum import SegmentSums
 from kvcontract.memory.copy import Blocks, Program
-from kvcontract.memory.device import StreamEvent
 from kvcontract.memory.slab import PAGE_BYTES, Allocate
 from kvcontract.memory.staging import Room, Staged
+from kvcontract.memory.stream import StreamEvent
 from kvcontract.tiers.base import Buffers, RecordKeys, Rows, record_keys
 from kvcontract.tiers.frame import FrameTemplate
 

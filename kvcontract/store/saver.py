@@ -71,6 +71,7 @@ class Saver:
         limits = [policy.most_saving_bytes for policy in policies]
         self._saving = SavingBudgets([limit and limit // size for limit in limits])
         self._expected = Expectations(known, relays, clock)
+        self._draining: dict[str, bool] = {}  # by rank, whether somebody has come meanwhile
         shared = [number for number, item in enumerate(known) if item.tier.capabilities.shared]
         self._visible = shared or list(range(len(self._known)))  # where another engine looks
         self.handoffs = Handoffs(len(self._visible), self._step, growing=growing)
@@ -230,6 +231,21 @@ class Saver:
             self._start(retry)
         self._came_back(batch.rank)
 
+    def _may_drain(self, rank: Berth, waits: bool) -> bool:
+        """Whether to try what was shed, one thread at a time; under the lock."""
+        if rank.name in self._draining:
+            self._draining[rank.name] = True
+            return False
+        if not waits or self._budgets[rank.name].left < self._step:
+            return False
+        self._draining[rank.name] = False
+        return True
+
+    def _drained(self, rank: Berth) -> bool:
+        """The other end; whether room has come back that nobody has looked at."""
+        with self._lock:
+            return self._draining.pop(rank.name)
+
     def _came_back(self, rank: Berth) -> None:
         """Pins of a rank have come back, and the room that its records had in the tiers."""
 
@@ -244,5 +260,7 @@ class Saver:
             self._tally.count("pages_tried_again", int(batch.again.any(axis=0).sum()) * self._step)
             classes = [SaveClass.CACHEABLE] * len(self._known)
             made = self._made(batch.rank, batch.run, plan, classes, budgeted=False)
+            if made is not None:
+                made.after = batch.after
         self._expected.pass_on()
         return made

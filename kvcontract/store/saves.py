@@ -152,10 +152,12 @@ class Remembered:
     """What a retired request has left to be saved.
 
     Attributes:
+        after: what its blocks' writing is known by (C2): it may not have ended yet when they are saved.
         saves: that were begun for it.
         done: settles once nothing is left to begin, or it is given up, and all of them have ended (C8).
     """
 
+    after: After | None = field(default=None, kw_only=True)
     saves: list[Pending[None]] = field(default_factory=list, kw_only=True)
     done: Pending[None] = field(default_factory=Pending, kw_only=True)
 

@@ -80,7 +80,6 @@ class Sealer(Saver):
         self._tell = tell
         self._key_of = key_of
         self._shed: dict[str, deque[Shed]] = {name: deque() for name in ranks}
-        self._draining: set[str] = set()
         self._sealed: WeakKeyDictionary[RequestKv, int] = WeakKeyDictionary()
 
     @property
@@ -131,7 +130,8 @@ class Sealer(Saver):
         if shed and last:
             keys = batch.run.keys.copy()
             still = np.ones((len(self._known), len(keys)), np.bool_)
-            self._remember(rank, Shed(keys, req.keys.copy(), batch.run.content, batch.run.key, still))
+            left = Shed(keys, req.keys.copy(), batch.run.content, batch.run.key, still, after=after)
+            self._remember(rank, left)
         self._start(batch)
         if shed and last:
             self._drain(rank)  # pins may have come back before it was remembered
@@ -211,16 +211,14 @@ class Sealer(Saver):
         while True:
             with self._lock:
                 line = self._shed[rank.name]
-                if rank.name in self._draining or not line or self._budgets[rank.name].left < self._step:
+                if not self._may_drain(rank, bool(line)):
                     return
-                self._draining.add(rank.name)
                 item = line[0]
             try:
                 left, begun = self._try_shed(rank, item)
             finally:
-                with self._lock:
-                    self._draining.discard(rank.name)
-            if left and not begun:
+                again = self._drained(rank)
+            if left and not begun and not again:
                 return  # until a tier has room again
             if not left and self._forgotten(rank, item):
                 item.end()
@@ -255,5 +253,6 @@ class Sealer(Saver):
         item.saves.append(batch.done)
         # They were told of when they were shed first.
         batch.shed, batch.capped = batch.shed[:0], batch.capped[:0, :0]
+        batch.after = item.after
         self._start(batch)
         return left, True

@@ -1,9 +1,8 @@
 """The joint hit: how deep a prefix can be continued, and bringing what that needs beside the full pages.
 
 A request goes on from a boundary only where every part has what it needs there (R2), along whichever tiers.
-So boundaries are found first, by asking what there is; then the chain of full pages is brought up to the
-deepest of them, and not beyond it; then the rest.  A part that fails there rewinds the hit to the next lower
-boundary, and what is held beyond it is let go (F5).
+So boundaries are found first; then the chain of full pages is brought up to the deepest, and not beyond it;
+then the rest.  A part that fails there rewinds the hit to the next lower boundary (F5).
 """
 
 from __future__ import annotations
@@ -42,10 +41,12 @@ class Offers:
     Attributes:
         boundaries: in pages, at which a request could go on, the deepest first.
         by_tier: per space, for each tier bool[pages, shards], what it has.
+        hangs: whether one of them has had its time without giving what it has.
     """
 
     boundaries: list[int]
     by_tier: dict[str, list[Flags]] = field(default_factory=dict)
+    hangs: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -216,8 +217,8 @@ class SideFetcher:
             if held is not None:
                 self._cut(search, held)
                 return
-            if search.late() or search.ask.cancelled:
-                break
+            if search.late() or search.ask.cancelled or offers.hangs:
+                break  # a tier that hangs would have its time for each boundary anew
             search.degrade("state at a deeper boundary could not be had")
             if not fits(sides, boundary):
                 search.degrade("no room beside the full pages")
@@ -269,7 +270,7 @@ class SideFetcher:
                     for number in missing.tolist()
                 ]
                 joined |= dict.fromkeys(flight for flight in going if flight is not None)  # A16
-                others = others or bool(joined)
+                others = others or any(flight is not None for flight in going)
                 left = missing[[flight is None for flight in going]]
                 if not len(left):
                     continue
@@ -279,7 +280,8 @@ class SideFetcher:
                 if flight is None:
                     return False  # what has begun ends by itself, and is found by whoever comes next
                 joined[flight] = None
-            return await self._landed(search, list(joined)) and others
+            offers.hangs = not await self._landed(search, list(joined))
+            return others and not offers.hangs
 
     async def _flown(
         self, search: Search, side: Side, numbers: NDArray[np.int64], by_tier: Sequence[Flags]

@@ -44,7 +44,6 @@ class SideSaver(Saver):
         super().__init__(*args, **more)
         self._left: dict[str, deque[Left]] = {}
         self._berths: dict[str, SideBerth] = {}
-        self._draining: set[str] = set()
 
     def seal(
         self,
@@ -82,11 +81,12 @@ class SideSaver(Saver):
         events, key = mine[-1].after, key_of(req.scope)
         ending = req.ending(berth.pool.key) if last else None
         batch, left = self._chosen(berth, found, cls, handoff, key, ending, last=last)
+        waits = events[-1] if len(events) == 1 else _all_of(events) if events else after
         if last and handoff is None and len(left.keys):
-            self._remember(berth, Left(left, key))
+            self._remember(berth, Left(left, key, after=waits))
         told = self._told(left, batch, handoff)
         if batch is not None:
-            batch.after = events[-1] if len(events) == 1 else _all_of(events) if events else after
+            batch.after = waits
             self._start(batch)
         if last:
             self._drain(berth)  # pins may have come back before it was remembered
@@ -192,9 +192,8 @@ class SideSaver(Saver):
         while True:
             with self._lock:
                 line = self._left.get(berth.name)
-                if not line or berth.name in self._draining or self._budgets[berth.name].left < self._step:
+                if not line or not self._may_drain(berth, True):
                     return
-                self._draining.add(berth.name)
                 item = line[0]
             try:
                 found = self._wanted(berth, item.found, None, retry=False)
@@ -202,6 +201,7 @@ class SideSaver(Saver):
                     berth, found, SaveClass.CACHEABLE, None, item.key, None, last=False
                 )
                 if batch is not None:
+                    batch.after = item.after
                     item.saves.append(batch.done)
                 with self._lock:
                     mine = bool(line) and line[0] is item  # it may have been given up meanwhile
@@ -210,13 +210,12 @@ class SideSaver(Saver):
                     if mine and ended:
                         line.popleft()
             finally:
-                with self._lock:
-                    self._draining.discard(berth.name)
+                again = self._drained(berth)
             if mine and ended:
                 item.end()
             if batch is not None:
                 self._start(batch)  # it may end at once, and come back here
-            elif mine and not ended:
+            elif mine and not ended and not again:
                 return  # until pins come back
 
     def _wanted(self, berth: SideBerth, found: Artefact, handoff: str | None, *, retry: bool) -> Artefact:

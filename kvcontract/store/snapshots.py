@@ -19,14 +19,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcontract.contract.errors import UsageFault
 from kvcontract.core.lane import Urgency
-from kvcontract.core.pending import report_uncaught
-from kvcontract.memory.device import StreamEvent
+from kvcontract.core.pending import Pending, report_uncaught
 from kvcontract.memory.slots import take_snapshots, written
+from kvcontract.memory.stream import StreamEvent
 from kvcontract.pool.handles import Reservation
 from kvcontract.pool.index import Keys, Pages
 from kvcontract.pool.keys import Keyer
 from kvcontract.pool.request import RequestKv
+from kvcontract.pool.side import SidePool
 from kvcontract.pool.sides import Side, Windowed
 from kvcontract.store.rank import Rank
 from kvcontract.store.stats import Tally
@@ -97,7 +99,14 @@ class Snapshots:
         self._tally = tally
         self._lock = threading.Lock()
         self._taken: WeakKeyDictionary[RequestKv, list[Checkpoint]] = WeakKeyDictionary()
+        self._publishing: dict[Pending[None], None] = {}
         self._shared: dict[bytes, int] = {}  # by name, how many requests began from a boundary
+
+    @property
+    def pending(self) -> tuple[Pending[None], ...]:
+        """Those that are being copied, and will be found then."""
+        with self._lock:
+            return tuple(self._publishing)
 
     def of(self, req: RequestKv) -> list[Checkpoint]:
         """Those of a request, in order."""
@@ -270,26 +279,48 @@ class Snapshots:
         found = {
             key: (kept.pages.copy(), pools[key].generation[kept.pages]) for key, (kept, _) in staged.items()
         }
+        if not after:
+            _publish(pools, req, staged)
+            return found
+        done: Pending[None] = Pending()
+        with self._lock:
+            self._publishing[done] = None
 
-        def publish() -> None:
+        def end() -> None:
             try:
-                for event in after:
-                    event.synchronize()
-            except BaseException:  # the device failed: nothing is published (F3)
-                for kept, _ in staged.values():
-                    kept.release()
-                raise
-            for key, (kept, names) in staged.items():
-                if req.suspect:  # B13: it has failed meanwhile
-                    kept.release()
-                else:
-                    pools[key].commit(kept, names).release()
+                _complete(staged, after)
+                _publish(pools, req, staged)
+            except Exception as error:  # noqa: BLE001 - reported
+                report_uncaught(error)
+            finally:
+                with self._lock:
+                    del self._publishing[done]
+                done.settle(None)
 
-        if after:
-            self._crews[rank.name].members[0].lane.submit(_told(publish), Urgency.RESTORE)
-        else:
-            publish()
+        try:
+            self._crews[rank.name].members[0].lane.submit(end, Urgency.RESTORE)
+        except UsageFault:  # the store is being closed
+            end()
         return found
+
+
+def _complete(staged: Staged, after: tuple[StreamEvent, ...]) -> None:
+    """Wait until blocks are filled; if the device fails they are given back, not published (F3)."""
+    try:
+        for event in after:
+            event.synchronize()
+    except BaseException:
+        for kept, _ in staged.values():
+            kept.release()
+        raise
+
+
+def _publish(pools: Mapping[str, SidePool], req: RequestKv, staged: Staged) -> None:
+    for key, (kept, names) in staged.items():
+        if req.suspect:  # B13: it has failed meanwhile
+            kept.release()
+        else:
+            pools[key].commit(kept, names).release()
 
 
 def _joined(masks: Mapping[str, NDArray[np.bool_]], old: Kept, new: Kept) -> Kept:
@@ -315,15 +346,3 @@ def _there(rank: Rank, checkpoint: Checkpoint) -> bool:
 def _paged(side: Side) -> bool:
     """Whether what is kept of it are pages."""
     return isinstance(side, Windowed) or side.window is not None
-
-
-def _told(work: Callable[[], None]) -> Callable[[], None]:
-    """The same, for a lane: an exception is reported, not lost."""
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - reported
-            report_uncaught(error)
-
-    return run

@@ -17,8 +17,8 @@ from kvcontract.contract.errors import InternalFault
 from kvcontract.core.lane import Urgency
 from kvcontract.core.pending import Pending
 from kvcontract.memory.copy import Blocks
-from kvcontract.memory.device import StreamEvent
 from kvcontract.memory.staging import Room, Staging
+from kvcontract.memory.stream import StreamEvent
 from kvcontract.store.chain import Steps
 from kvcontract.store.landing import (
     Landing,

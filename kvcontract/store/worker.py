@@ -29,11 +29,12 @@ from kvcontract.core.lane import Lane, ThreadLane, Urgency
 from kvcontract.core.pending import Pending, all_of
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.copy import Blocks
-from kvcontract.memory.device import DeviceMover, StreamEvent
+from kvcontract.memory.device import DeviceMover
 from kvcontract.memory.host_mover import HostMover
 from kvcontract.memory.match import holds
 from kvcontract.memory.repack import compile_program
 from kvcontract.memory.staging import Staging
+from kvcontract.memory.stream import StreamEvent
 from kvcontract.store.chain import Chain, Job
 from kvcontract.store.landing import Mover, PageKeys, Shard
 from kvcontract.store.steps import Load, Save

@@ -367,7 +367,7 @@ def test_a_failure_reads_as_one_record(tmp_path: Path) -> None:
     text = "\n".join(reports.lines(certify(file)))
     for label in ("rule:", "saw:", "why:", "try:", "fault: plugin", "again: kvc conformance mine", "more:"):
         assert label in text
-    assert f"--plugin {file} --clause KVC-REPACK-03" in text
+    assert f"--plugin {file} --level L1 --clause KVC-REPACK-03" in text
     assert text.splitlines()[-1].startswith("mine: not conformant: KVC-REPACK-03")
 
 

@@ -125,3 +125,18 @@ def test_f1_f2_snapshots_of_a_busy_device_are_those_of_their_boundary() -> None:
         assert counters["checkpoints_taken"] > len(tokens)
         assert not counters.get("checkpoints_failed")
         parts.pool.check_books()
+
+
+@needs_cuda
+def test_f2_c1_the_last_snapshot_is_saved_while_the_device_still_makes_it() -> None:
+    """F2, C1: a request that ends right behind its last step leaves that step's state in the tiers."""
+    size = 64 << 20
+    with made([DramTier(size, allocate=host_memory("cuda", size))]) as parts:
+        assert parts.store is not None
+        text = prompt(37, 0)
+        request = parts.engine.submit(text, 9)
+        said = parts.engine.run()[request].tokens
+        assert parts.store.flush("visible")
+        parts.pool.clear()
+        again = parts.engine.submit([*text, *said, 1], 1)
+        assert parts.engine.run()[again].hit_tokens == 44  # of 45 that were computed

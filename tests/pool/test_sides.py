@@ -540,7 +540,7 @@ def _act(
         snapshot(of, req)
     elif act == "end":
         live.pop(at).release()
-    elif act == "fork" and not req.finished:
+    elif act == "fork" and not (req.finished or req.copies):  # what it begins with is in its slots by then
         branch = req.fork()
         if isinstance(branch, RequestKv):
             branch.copied()

@@ -47,6 +47,8 @@ Arguments = dict[str, Any]
 RANK: Final = "0"
 SPACE: Final = FULL
 CALM_S: Final = 60.0
+PUBLISHED_S: Final = 30.0
+POLLED_S: Final = 0.002
 
 
 @dataclass(slots=True)
@@ -156,6 +158,7 @@ def resolve(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
     del arrays
     made = made_of(session, arguments)
     policy = ResolvePolicy(**arguments.get("policy", {}))
+    _published(made)
     prefix = made.store.resolve(RANK, arguments["tokens"], _scope(arguments), policy)
     made.prefixes[arguments["id"]] = prefix
     return _told(made, prefix)
@@ -313,6 +316,15 @@ def drain(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
 def _pools(made: Made) -> dict[str, Guards]:
     """By space."""
     return {SPACE: made.pool, **{pool.key: pool for pool in made.pool.sides.pools}}
+
+
+def _published(made: Made) -> None:
+    """Wait for snapshots that a device still copies: what a script expects must not depend on its speed."""
+    until = time.monotonic() + PUBLISHED_S
+    while made.store.gauges()["publishing"]:
+        if time.monotonic() > until:
+            raise InternalFault(f"a snapshot has been copied for {PUBLISHED_S:g} s")
+        time.sleep(POLLED_S)
 
 
 def look(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
