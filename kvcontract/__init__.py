@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvcontract.contract.options import Config as Config
     from kvcontract.contract.options import Context as Context
     from kvcontract.contract.options import LaunchOptions as LaunchOptions
+    from kvcontract.contract.stand_in import fill_in as fill_in
     from kvcontract.pool.events import EventLog as EventLog
     from kvcontract.pool.keys import FleetSecret as FleetSecret
     from kvcontract.pool.keys import Keyer as Keyer
@@ -89,6 +90,7 @@ _HOMES = {
         "Window",
     ),
     "kvcontract.contract.options": ("Config", "Context", "LaunchOptions"),
+    "kvcontract.contract.stand_in": ("fill_in",),
     "kvcontract.pool.events": ("EventLog",),
     "kvcontract.pool.keys": ("FleetSecret", "Keyer"),
     "kvcontract.pool.media": ("MediaItem",),

@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("contract", "core", "pool", "memory", "tiers", "store", "engine", "cli")
 MODULES = sorted((ROOT / "kvcontract").rglob("*.py"))
-SOURCES = [*MODULES, *sorted((ROOT / "conformance").rglob("*.py")), *sorted((ROOT / "plugins").rglob("*.py"))]
+SUITE = sorted((ROOT / "conformance").rglob("*.py"))
+TEMPLATES = sorted((ROOT / "templates").rglob("*.py"))
+SOURCES = [*MODULES, *SUITE, *TEMPLATES, *sorted((ROOT / "plugins").rglob("*.py"))]
 TORCH_ROOMS = {"memory", "engine"}
 LONGEST_MODULE = 450
 LONGEST_FUNCTION = 50
@@ -64,6 +66,16 @@ def test_torch_stays_in_its_rooms(file: Path) -> None:
             assert file.parent.name in TORCH_ROOMS, f"{file} imports {module}"
         if top == "kvc_conformance":
             assert file.parent.name in {"cli", "engine"}, f"{file} imports {module}"
+        if top == "kvc_templates":
+            assert file.parent.name == "cli", f"{file} imports {module}"
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_templates_rest_on_the_contract_alone(file: Path) -> None:
+    """They write plugins, so they know what a plugin may know."""
+    for module in imports(ast.parse(file.read_text())):
+        assert room(module) in {None, "contract"}, f"{file} imports {module}"
+        assert module.split(".")[0] != "kvc_conformance", f"{file} imports {module}"
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: f"{file.parent.name}/{file.name}")
@@ -83,7 +95,7 @@ def test_long_modules_and_functions_give_a_reason(file: Path) -> None:
 def test_no_model_is_named_in_the_library() -> None:
     """Model names live in plugins, tests and docs."""
     names = re.compile(r"qwen|llama|gemma|deepseek|glm|gpt.?oss|kimi|mistral", re.IGNORECASE)
-    for file in [*MODULES, *sorted((ROOT / "conformance").rglob("*.py"))]:
+    for file in [*MODULES, *SUITE, *TEMPLATES, *sorted((ROOT / "templates").rglob("*.j2"))]:
         for number, line in enumerate(file.read_text().splitlines(), 1):
             assert not names.search(line) or "kvc " in line, f"{file}:{number}: {line.strip()}"
 
@@ -105,7 +117,8 @@ def loaded_after(code: str) -> set[str]:
         ("import kvc_qwen35", {"torch", "numba", "transformers"}),
         ("from kvcontract import BlockPool, Keyer", {"torch", "numba", "transformers"}),
         ("import kvcontract.tiers.dram", {"torch", "numba", "transformers"}),
-        ("import kvcontract.cli.main as m; m.main(['--help'])", {"torch", "numba", "transformers"}),
+        ("import kvcontract.cli.main as m; m.main(['--help'])", {"torch", "numba", "transformers", "jinja2"}),
+        ("import kvc_templates.scaffold", {"torch", "numba", "transformers"}),
     ],
 )
 def test_imports_load_nothing_heavy(code: str, absent: set[str]) -> None:

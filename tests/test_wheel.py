@@ -1,4 +1,4 @@
-"""Wheels, installed into an empty environment outside the clone, certify the plugin."""
+"""Wheels, installed into an empty environment outside the clone, certify plugins, and make new ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+NEW = "mine"
 
 
 def call(*command: str | Path, cwd: Path) -> str:
@@ -26,19 +27,40 @@ def call(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.wheel
-def test_wheels_certify_outside_the_clone(tmp_path: Path) -> None:
-    """`kvc conformance qwen3` is conformant at L2 from wheels alone; the sdist builds the same wheel."""
-    wheels = tmp_path / "wheels"
-    for source in (ROOT, ROOT / "plugins" / "qwen3"):
-        call(sys.executable, "-m", "build", "--outdir", wheels, source, cwd=tmp_path)
-    [library] = wheels.glob("kvcontract-*.whl")
-    [plugin] = wheels.glob("kvc_qwen3-*.whl")
-    venv.create(tmp_path / "venv", with_pip=True)
-    python, kvc = tmp_path / "venv" / "bin" / "python", tmp_path / "venv" / "bin" / "kvc"
+def wheel_of(source: Path, folder: Path) -> Path:
+    """Build a distribution's sdist, and the wheel from it."""
+    call(sys.executable, "-m", "build", "--outdir", folder, source, cwd=folder.parent)
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs of an environment that has the library and the qwen3 plugin, from wheels alone."""
+    folder = tmp_path_factory.mktemp("installed")
+    library = wheel_of(ROOT, folder / "library")
+    plugin = wheel_of(ROOT / "plugins" / "qwen3", folder / "plugin")
+    venv.create(folder / "venv", with_pip=True)
+    programs = folder / "venv" / "bin"
     torch = os.environ.get("TORCH", "torch==2.13.0").split()
-    call(python, "-m", "pip", "install", "--quiet", *torch, cwd=tmp_path)
-    call(python, "-m", "pip", "install", "--quiet", f"{library}[hf]", plugin, cwd=tmp_path)
-    assert "kvc_qwen3" in call(kvc, "models", cwd=tmp_path)
-    assert call(kvc, "contract", cwd=tmp_path) == (ROOT / "docs" / "CONTRACT.md").read_text()
-    assert call(kvc, "conformance", "qwen3", cwd=tmp_path).splitlines()[-1] == "qwen3: conformant at L2"
+    call(programs / "python", "-m", "pip", "install", "--quiet", *torch, cwd=folder)
+    call(programs / "python", "-m", "pip", "install", "--quiet", f"{library}[hf]", plugin, cwd=folder)
+    return programs
+
+
+@pytest.mark.wheel
+def test_wheels_certify_outside_the_clone(bin_folder: Path, tmp_path: Path) -> None:
+    """`kvc conformance qwen3` is conformant at L2 from wheels alone; the sdist builds the same wheel."""
+    assert "kvc_qwen3" in call(bin_folder / "kvc", "models", cwd=tmp_path)
+    said = call(bin_folder / "kvc", "conformance", "qwen3", cwd=tmp_path)
+    assert said.splitlines()[-1] == "qwen3: conformant at L2"
+
+
+@pytest.mark.wheel
+def test_a_new_plugin_is_made_built_and_certified_outside_the_clone(bin_folder: Path, tmp_path: Path) -> None:
+    """From a config.json to a wheel that is conformant at L2, without a line edited (I5)."""
+    kvc, config = bin_folder / "kvc", ROOT / "tests" / "configs" / "qwen3-0.6b.json"
+    call(kvc, "new-model", NEW, "--from", config, cwd=tmp_path)
+    wheel = wheel_of(tmp_path / f"kvc-{NEW}", tmp_path / "wheels")
+    call(bin_folder / "python", "-m", "pip", "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
+    assert call(kvc, "conformance", NEW, cwd=tmp_path).splitlines()[-1] == f"{NEW}: conformant at L2"

@@ -14,6 +14,7 @@ from kvc_conformance.spawning import nursery
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.stand_in import StandIn
 from kvcontract.core.shrink import shrink
 
 REFERENCE_TIMEOUT_S: Final = 240.0
@@ -33,6 +34,10 @@ class Failed(Exception):
 
 class CouldNotRun(Exception):
     """Something the check needs is missing; it is never green."""
+
+    def __init__(self, needs: str, *, where: str | None = None) -> None:
+        self.where = where
+        super().__init__(needs)
 
 
 class NotApplicable(Exception):
@@ -65,6 +70,7 @@ class Bench:
         given_checkpoint: the checkpoint the user gave, used as it is.
         model: what the plugin declares for the facts given; None if there is nothing to speak of.
         findings: what is wrong with it, statically.
+        stand_ins: facts that the plugin marks as still to be filled in.
         samples: configs to build small checkpoints from.
         runs: whether the plugin brings an executor or asks for the generic one.
         built_in: whether it is part of this distribution, whose fault a failure then is.
@@ -78,6 +84,7 @@ class Bench:
     given_checkpoint: Path | None = None
     model: KvModel | None = None
     findings: tuple[Finding, ...] = ()
+    stand_ins: tuple[StandIn, ...] = ()
     samples: tuple[dict[str, Any], ...] = ()
     runs: bool = False
     built_in: bool = False

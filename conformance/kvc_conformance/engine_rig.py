@@ -78,7 +78,7 @@ class Rig:
     def __init__(self, bench: Bench, key: str, dtype: str, answer: Message) -> None:
         self._bench = bench
         self._key = key
-        self._vocab = int(answer.body["vocab_size"])
+        self._text_ids = np.setdiff1d(np.arange(answer.body["vocab_size"]), answer.body["placeholder_ids"])
         self._longest = int(answer.body["max_context_tokens"])
         self.model = KvModel.model_validate_json(answer.body["model"])
         self.dtype = dtype
@@ -148,7 +148,7 @@ class Rig:
 
     def _prompt(self, job: Job) -> Any:
         rng = np.random.default_rng([self._bench.seed, job.seed])
-        return rng.integers(0, self._vocab, job.prompt_tokens)
+        return self._text_ids[rng.integers(0, len(self._text_ids), job.prompt_tokens)]
 
     def _read(self, answer: Message, number: int, job: Job, prompt: Any) -> Run:
         told = answer.body["requests"][number]

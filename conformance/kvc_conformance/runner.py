@@ -22,6 +22,7 @@ from kvcontract.contract.capability import CAPABILITIES, applies
 from kvcontract.contract.clauses import CLAUSES, TIER_CLAUSES, Clause, Level, clause
 from kvcontract.contract.errors import EnvironmentFault, InternalFault, UsageFault
 from kvcontract.contract.model import KvModel
+from kvcontract.contract.stand_in import StandIn
 from kvcontract.core.identity import load_config
 
 NOT_LOADED: Final = 4
@@ -209,6 +210,7 @@ def _load(bench: Bench) -> _Refusal | None:
     except ProbeFailed as error:
         return _refusal(error, loaded=loaded)
     bench.model, bench.findings = parse(answer)
+    bench.stand_ins = tuple(StandIn(**mark) for mark in answer["stand_ins"])
     bench.runs = bool(answer["runs"])
     bench.samples = tuple(answer["samples"])
     if answer["config"] is not None:
@@ -335,7 +337,7 @@ class _Runner:
         except Failed as failed:
             outcome, evidence = Outcome.FAIL, failed.evidence
         except CouldNotRun as reason:
-            outcome, evidence = Outcome.COULD_NOT_RUN, Evidence(str(reason))
+            outcome, evidence = Outcome.COULD_NOT_RUN, Evidence(str(reason), reason.where)
         except NotApplicable as reason:
             outcome, evidence = Outcome.NOT_APPLICABLE, Evidence(str(reason))
         except ProbeFailed as error:

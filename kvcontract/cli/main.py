@@ -15,6 +15,7 @@ from kvcontract.cli import view
 from kvcontract.contract.errors import InternalFault, KvContractError
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "new-model": ("kvcontract.cli.new_model", "Write the package of a new plugin."),
     "models": ("kvcontract.cli.models", "List the installed model plugins."),
     "check": ("kvcontract.cli.check", "Check a declaration statically; all findings at once."),
     "inspect": ("kvcontract.cli.inspect", "Show a declaration's bytes, arena by arena."),

@@ -117,8 +117,8 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         who="author",
         rule="Facts come from the config; what is missing or unserved is named, never guessed.",
         why="A guessed head count is a cache of another shape than the model writes.",
-        fix="Give a complete config.json of this family; every key that is at fault is named.",
-        rests_on=("I3",),
+        fix="Give a complete config.json of the family; put the fact in place of each fill_in(...).",
+        rests_on=("I3", "I5"),
         requires=("KVC-DECL-01", "KVC-DECL-02", "KVC-DECL-03"),
     ),
     Clause(

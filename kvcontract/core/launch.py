@@ -15,6 +15,7 @@ from kvcontract.contract.errors import NotConformant, UsageFault
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.model import KvModel, WeightIdentity
 from kvcontract.contract.options import Config, Context
+from kvcontract.contract.stand_in import StandIn, stand_ins
 from kvcontract.core.identity import config_digest, load_config, weight_identity
 
 
@@ -33,6 +34,11 @@ class Launch:
     ctx: Context
     declared: KvModel | None
     findings: tuple[Finding, ...]
+
+    @property
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """What the plugin marks as still to be filled in (KVC-DECL-11)."""
+        return stand_ins(self.plugin.module)
 
     @property
     def model(self) -> KvModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final
 
 from numpy.typing import NDArray
@@ -364,8 +365,27 @@ def _bounds(bench: Bench, case: str) -> str:
         _runtime(wrong_hit(warm, DEVICE, 2 * unit))
         expected = cold.logits[warm.hit_tokens :]
         other = f"a cold run in chunks of {chunk} instead of {unit} tokens"
-        _raise_worst(rig, [beyond_bounds(warm, expected, page, other)])
+        beyond = beyond_bounds(warm, expected, page, other)
+        if beyond is not None:
+            _refuse_restless(bench, rig, cold, warm)
+        _raise_worst(rig, [beyond])
         return str(Distance.of(warm.logits, expected))
+
+
+def _refuse_restless(bench: Bench, rig: Rig, cold: Run, warm: Run) -> None:
+    """Judge no split where the unmodified model moves as far by itself: where rounding picks experts or rows.
+
+    Raises:
+        NotApplicable: it does.
+    """
+    hit = warm.hit_tokens
+    again = replace(warm, split=(*[hit // 2] * 2, *warm.split), hit_tokens=0)
+    answer = _reference(bench, rig, [cold, again])
+    alone = replace(warm, logits=answer["logits_1"][hit:])
+    expected = answer["logits_0"][hit:]
+    if beyond_bounds(alone, expected, rig.model.page_tokens, "itself") is not None:
+        moved = Distance.of(alone.logits, expected)
+        raise NotApplicable(f"between these splits the unmodified model itself moves as far: {moved}")
 
 
 # Cases

@@ -8,12 +8,14 @@ from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, parse, told
 from kvcontract.contract.check import check_model
 from kvcontract.contract.clauses import CLAUSES
 from kvcontract.contract.finding import Finding
+from kvcontract.contract.stand_in import facts_of
 
 BEFORE_DECLARING: Final = frozenset(
     {"KVC-DECL-01", "KVC-DECL-02", "KVC-DECL-03", "KVC-DECL-10", "KVC-DECL-11"}
 )
 """Clauses that hold or break before there is a declaration."""
 
+FACTS: Final = "KVC-DECL-11"
 TP_DEGREES: Final = (1, 2, 4, 8)
 
 
@@ -37,6 +39,15 @@ def _again(bench: Bench, clause_id: str, found: list[Finding]) -> list[Finding]:
     return [item for item in check_model(bench.model, tp=tp) if item.clause == clause_id]
 
 
+def _facts(bench: Bench, case: str) -> None:
+    """KVC-DECL-11: nothing is missing or refused, and nothing stands in for what is missing."""
+    _static(FACTS).run(bench, case)
+    marks = bench.stand_ins
+    if marks:
+        needs = f"needs facts that are still to be filled in: {facts_of(marks)}"
+        raise CouldNotRun(needs, where=marks[0].where)
+
+
 def _same_for_every_tp(bench: Bench, _case: str) -> str:
     """KVC-LAYOUT-08."""
     base = bench.declared
@@ -56,6 +67,7 @@ def _same_for_every_tp(bench: Bench, _case: str) -> str:
 
 
 CHECKS: Final[tuple[Check, ...]] = (
-    *(_static(item.id) for item in CLAUSES if item.level == "L0"),
+    *(_static(item.id) for item in CLAUSES if item.level == "L0" and item.id != FACTS),
+    Check(FACTS, _facts),
     Check("KVC-LAYOUT-08", _same_for_every_tp),
 )

@@ -7,6 +7,7 @@ A child's job: ``name``, ``file``, ``config``, ``checkpoint`` (paths or null), `
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, An
         "model": None if declared is None else declared.canonical_json(),
         "findings": [item.as_json() for item in opened.findings],
         "samples": list(opened.plugin.samples(opened.ctx)),
+        "stand_ins": [asdict(mark) for mark in opened.stand_ins],
         "runs": opened.plugin.implements("kvc_executor"),
         "plugin": opened.plugin.dist,
         "config": None if opened.ctx.config is None else dict(opened.ctx.config),

@@ -57,8 +57,9 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     ``pages``, ``tier_bytes`` (of a DRAM tier; 0: none), ``disk`` (folder of a disk tier, or null),
     ``prefix_cache``, ``max_batch_tokens``, ``max_chunk_tokens``, ``max_requests``; limits are cut to what the
     executor takes.
-    Returns ``model`` (JSON), ``vocab_size``, ``max_context_tokens``, ``max_requests``, ``max_batch_tokens``,
-    ``where`` (whose code runs the model), ``arenas``: name -> [region, offset, stride, blocks], see `run`.
+    Returns ``model`` (JSON), ``vocab_size``, ``placeholder_ids``, ``max_context_tokens``, ``max_requests``,
+    ``max_batch_tokens``, ``where`` (whose code runs the model), ``arenas``: name -> [region, offset, stride,
+    blocks], see `run`.
     """
     del arrays
     torch.set_num_threads(1)  # small matrices: threads cost more than they save
@@ -90,6 +91,7 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     body = {
         "model": opened.model.canonical_json(),
         "vocab_size": bounds.vocab_size,
+        "placeholder_ids": sorted(bounds.placeholder_ids),
         "max_context_tokens": bounds.max_context_tokens,
         "max_requests": requests,
         "max_batch_tokens": batch,
