@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import keyword
 import re
 import sys
 import unicodedata
+from importlib.machinery import PathFinder
 from typing import Final
 
 from kvcontract.contract.errors import UsageFault
@@ -53,7 +53,8 @@ def _imports(name: str) -> bool:
     """Whether ``import name`` finds something here; nothing is imported."""
     if name in sys.stdlib_module_names:
         return True
-    return name.isidentifier() and importlib.util.find_spec(name) is not None
+    # On the path alone: what this process has loaded from elsewhere says nothing of others.
+    return name.isidentifier() and PathFinder.find_spec(name) is not None
 
 
 def _instead(name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 
 import pytest
 
@@ -58,3 +60,9 @@ def test_a_name_that_is_taken_says_by_whom() -> None:
 def test_sound_names(name: str) -> None:
     """Lower case, digits, single underscores."""
     check_name(name)
+
+
+def test_what_this_process_has_loaded_from_elsewhere_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that was loaded from a file, as plugins are, is none that others could import."""
+    monkeypatch.setitem(sys.modules, "mymodel", types.ModuleType("mymodel"))
+    check_name("mymodel")
