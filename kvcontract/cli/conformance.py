@@ -84,12 +84,13 @@ def command(
 
 
 def _write(found: Report, junit: Path | None, html: Path | None) -> None:
-    from kvc_conformance.junit import junit as as_junit  # noqa: PLC0415 - as above
-    from kvc_conformance.page import page  # noqa: PLC0415
-
     if junit is not None:
+        from kvc_conformance.junit import junit as as_junit  # noqa: PLC0415 - only who asks for it pays
+
         junit.write_text(as_junit(found), encoding="utf-8")
     if html is not None:
+        from kvc_conformance.page import page  # noqa: PLC0415 - likewise
+
         html.write_text(page(found), encoding="utf-8")
 
 

@@ -125,10 +125,8 @@ class Books:
 
     def release(self, pages: Pages) -> None:
         """Drop one reference of each page of a run in chain order; unreferenced ones are freed or cached."""
-        if not self.chained:
-            pages = np.ascontiguousarray(
-                pages[::-1]
-            )  # the latest is evicted last, as nothing hangs on others
+        if not self.chained:  # nothing hangs on others, so that the latest may be evicted last
+            pages = np.ascontiguousarray(pages[::-1])
         out = np.empty((3, len(pages)), np.int32)
         freed, forgotten, heirs, cached = release_run(
             pages, int(self.retention), self.refs, self.state, self.reset, self.order, self.ring, out
