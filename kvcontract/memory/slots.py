@@ -50,8 +50,7 @@ def take_snapshots(
 
 def _copy(source: Binding, target: Binding, pairs: Pairs) -> None:
     if source is target:
-        for pair in pairs:
-            source.copy_blocks([pair])
+        source.copy_blocks(pairs)
         return
     fields = {(field.arena, field.name): field for arena in source.space.arenas for field in arena.fields}
     for name, field in fields.items():
