@@ -158,6 +158,27 @@ class Saver:
             self._expected.add(number, rank, run, np.flatnonzero(plan.relay[number]))
         return batch
 
+    # What came from a lower tier
+
+    def _above(self, tier: int) -> list[int]:
+        """Numbers of the tiers that want what a lower one has given."""
+        return [number for number in range(tier) if self._policies[number].promote]
+
+    def _promoted(self, rank: Berth, run: Run, above: Sequence[int], came: NDArray[np.bool_]) -> Batch | None:
+        """Plan to bring records that came, bool[n], to tiers above that lack them."""
+        now = self._clock()
+        with self._lock:
+            plan = self._plan(len(run.generations))
+            for number in above:
+                missing = self._known[number].of(rank).missing(run.last, run.generations, now, retry=False)
+                plan.of(number)[:] = missing & came
+            return self._made(rank, run, plan, [SaveClass.WRITE_BACK] * len(self._known), budgeted=True)
+
+    def _start_promoted(self, batch: Batch | None) -> None:
+        self._expected.pass_on()
+        if batch is not None:
+            self._start(batch)
+
     # Saving
 
     def _start(self, batch: Batch) -> None:

@@ -140,8 +140,7 @@ class Sealer(Saver):
     def promote(self, landed: Landed, tier: int) -> None:
         """Bring records that came from a lower tier to those above it as well."""
         rank, search = landed.search.rank, landed.search
-        above = [number for number in range(tier) if self._policies[number].promote]
-        end = int(landed.numbers[-1]) + 1
+        above, end = self._above(tier), int(landed.numbers[-1]) + 1
         if not above or not landed.held:
             return
         content = search.record_content(end) if self._tell else None
@@ -149,17 +148,9 @@ class Sealer(Saver):
         run = Run(
             search.records[:end], pages, rank.pool.generation[pages[:, -1]], content, key=search.ask.key
         )
-        now, came = self._clock(), np.zeros(end, np.bool_)
+        came = np.zeros(end, np.bool_)
         came[landed.numbers] = True
-        with self._lock:
-            plan = self._plan(end)
-            for number in above:
-                missing = self._known[number].of(rank).missing(run.last, run.generations, now, retry=False)
-                plan.of(number)[:] = missing & came
-            batch = self._made(rank, run, plan, [SaveClass.WRITE_BACK] * len(self._known), budgeted=True)
-        self._expected.pass_on()
-        if batch is not None:
-            self._start(batch)
+        self._start_promoted(self._promoted(rank, run, above, came))
 
     def give_up_shed(self) -> None:
         """Forget what was shed: nothing is saved any more."""

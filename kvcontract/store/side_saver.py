@@ -102,25 +102,17 @@ class SideSaver(Saver):
 
     def promote(self, berth: SideBerth, found: Artefact, tier: int, key: KeyId | None) -> None:
         """Bring records that came from a lower tier, and are on the device now, to those above it as well."""
-        above = [number for number in range(tier) if self._policies[number].promote]
+        above = self._above(tier)
         if not above:
             return
         held = berth.pool.pin_named(found.blocks.ravel(), found.generations.ravel())
-        whole, now = held.reshape(found.blocks.shape).all(axis=1), self._clock()
+        whole = held.reshape(found.blocks.shape).all(axis=1)
         run = Run(found.keys[whole], found.blocks[whole], found.generations[whole, -1], None, key=key)
         try:
-            with self._lock:
-                plan = self._plan(len(run.generations))
-                for number in above:
-                    marks = self._known[number].of(berth)
-                    plan.of(number)[:] = marks.missing(run.last, run.generations, now, retry=False)
-                classes = [SaveClass.WRITE_BACK] * len(self._known)
-                batch = self._made(berth, run, plan, classes, budgeted=True)
+            batch = self._promoted(berth, run, above, np.ones(len(run.generations), np.bool_))
         finally:
             berth.pool.unpin(found.blocks.ravel()[held])
-        self._expected.pass_on()
-        if batch is not None:
-            self._start(batch)
+        self._start_promoted(batch)
 
     def _chosen(
         self,
