@@ -12,6 +12,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-14"
+SAYS = r"it says it is persistent; 0 of 20 records"
 
 
 class ClaimsToLast(DramTier):

@@ -11,6 +11,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-16"
+SAYS = r"saved by another process: 2 MISS"
 
 
 class ClaimsToShare(DramTier):

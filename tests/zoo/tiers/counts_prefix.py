@@ -12,6 +12,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-03"
+SAYS = r"is said to be absent; it was saved"
 
 
 class CountsPrefix(DramTier):

@@ -11,6 +11,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-02"
+SAYS = r"saved with code OK; record \d+ is absent"
 
 
 class DropsLastRow(DramTier):

@@ -10,6 +10,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-13"
+SAYS = r"flush\('\w+'\) (settled when|came to)"
 
 
 class EarlyFlush(DramTier):

@@ -13,6 +13,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-06"
+SAYS = r"a look-up found it and a load reported OK with other bytes"
 
 
 class EarlyPublisher(DramTier):

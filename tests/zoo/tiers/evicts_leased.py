@@ -11,6 +11,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-07"
+SAYS = r"a save that had no room took a leased record away"
 
 
 class EvictsLeased(DramTier):

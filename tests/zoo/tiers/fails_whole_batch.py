@@ -11,6 +11,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-04"
+SAYS = r"in one batch ended .* one by one"
 
 
 class FailsWholeBatch(DramTier):

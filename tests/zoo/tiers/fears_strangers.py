@@ -12,6 +12,7 @@ from kvcontract.tiers.shared import SharedTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-15"
+SAYS = r"strange file beside it: it does not open any more: what is strange\?"
 
 
 class FearsStrangers(SharedTier):

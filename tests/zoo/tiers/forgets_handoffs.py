@@ -9,6 +9,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-12"
+SAYS = r"handed off, and thrice the quota saved since: 4 MISS"
 
 
 class ForgetsHandoffs(DramTier):

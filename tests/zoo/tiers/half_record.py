@@ -23,6 +23,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-05"
+SAYS = r"a save ended FULL; afterwards its record is present"
 
 
 class HalfRecord(DramTier):

@@ -11,6 +11,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-17"
+SAYS = r"can be found no more, and nobody was told"
 
 
 class KeepsQuiet(DramTier):

@@ -8,6 +8,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-01"
+SAYS = r"it has no discard"
 
 
 class LacksDiscard(DramTier):

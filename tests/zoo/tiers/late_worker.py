@@ -11,6 +11,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-09"
+SAYS = r"saves begun after their deadline ended \['OK', 'OK'\]"
 
 
 class LateWorker(DramTier):

@@ -8,6 +8,8 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-01"
+SAYS = r"kvc_teir is not a hook; did you mean kvc_tier"
+EXIT = 4
 
 
 @hookimpl

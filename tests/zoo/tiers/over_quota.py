@@ -8,6 +8,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-08"
+SAYS = r"can be loaded from a tier with a quota of"
 
 
 class OverQuota(DramTier):

@@ -9,6 +9,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-10"
+SAYS = r"row beyond the keys: raised IndexError"
 
 
 class RaisesOnBadRows(DramTier):

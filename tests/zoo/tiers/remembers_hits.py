@@ -12,6 +12,7 @@ from kvcontract.tiers.dram import DramTier
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-TIER-11"
+SAYS = r"was discarded; present are \[True, True\]"
 
 
 class RemembersHits(DramTier):

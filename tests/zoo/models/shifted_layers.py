@@ -12,6 +12,7 @@ from kvcontract import Context, HfLayers, KvModel, hookimpl
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-PREFIX-01"
+SAYS = r"layer 0 of the model writes into arena layers\.1\.kv, which declares layer 1"
 
 
 @hookimpl

@@ -10,6 +10,7 @@ from kvcontract import Attention, Config, Context, HfLayers, KvModel, hookimpl
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-PREFIX-04"
+SAYS = r"layer 6 keeps nothing of its own, but HfLayers maps it"
 SHARED = 24
 
 

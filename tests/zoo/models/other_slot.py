@@ -13,6 +13,7 @@ from kvcontract.engine.build import generic_executor
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-PREFIX-04"
+SAYS = r"also wrote arena layers\.0\.state, slot 2: no request of the step has it; theirs: 1 "
 
 
 class OtherSlot:

@@ -17,6 +17,7 @@ from kvcontract.engine.build import generic_executor
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-PREFIX-02"
+SAYS = r"the state they began from differs"
 
 
 def doubled(arena: Arena) -> Arena:

@@ -1,7 +1,4 @@
-"""Wrong on purpose: says that a state may be taken anywhere in a chunk of the prefill kernel.
-
-Whoever is cut there computes other bits than whoever is not; only bits tell.
-"""
+"""Wrong on purpose: asks for a state that nobody stores and the executor rebuilds, which is not served."""
 
 from __future__ import annotations
 
@@ -11,18 +8,20 @@ import kvc_qwen35
 from kvcontract import Context, HfLayers, KvModel, hookimpl
 
 KVC_CONTRACT = 1
-TRIPS = "KVC-BOUNDED-01"
+TRIPS = "KVC-DECL-12"
+SAYS = r"restore = 'recomputed': this version of the runtime does not serve it"
+LEVEL = "L1"
 
 
 @hookimpl
 def kvc_model(ctx: Context) -> KvModel:
-    """The real declaration, with a boundary every 16 tokens; the kernel works through 64."""
+    """The real declaration, with a bounded group that is recomputed."""
     model = kvc_qwen35.kvc_model(ctx)
     groups = tuple(
-        group.model_copy(update={"boundary_tokens": 16}) if group.kind == "bounded" else group
+        group.model_copy(update={"restore": "recomputed"}) if group.kind == "bounded" else group
         for group in model.groups
     )
-    return model.model_copy(update={"name": "fine_boundary", "groups": groups})
+    return model.model_copy(update={"name": "recomputed_state", "groups": groups})
 
 
 @hookimpl

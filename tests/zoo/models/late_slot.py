@@ -1,9 +1,14 @@
-"""Wrong on purpose: a request that begins takes some of what an earlier occupant left in its slot."""
+"""Wrong on purpose: writes slots a step late; what is right lies in memory of its own.
+
+Every run is right until somebody begins with a slot's copy: it is the state of an earlier moment.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 import kvc_qwen35
 from kvcontract import Context, Executor, KvModel, Step, StepOutput, hookimpl
@@ -11,17 +16,20 @@ from kvcontract.contract.executor import Limits
 from kvcontract.engine.build import generic_executor
 
 KVC_CONTRACT = 1
-TRIPS = "KVC-PREFIX-04"
+TRIPS = "KVC-PREFIX-02"
+SAYS = r"the state they began from differs"
 
 
-class ReadsLeftovers:
-    """The generic executor; the first step adds a little of what lay there."""
+class LateSlot:
+    """The generic executor over slots of its own; the arenas get them before each step, not after."""
 
     def __init__(self, inner: Executor, model: KvModel) -> None:
         self._inner = inner
         self._bounded = {group.name for group in model.groups if group.kind == "bounded"}
         self._names = {arena.name for arena in model.arenas if arena.group in self._bounded}
         self._slots: dict[tuple[str, str], Any] = {}
+        self._own: dict[tuple[str, str], Any] = {}
+        self._reached: dict[int, int] = {}
 
     @property
     def limits(self) -> Limits:
@@ -29,25 +37,31 @@ class ReadsLeftovers:
         return self._inner.limits
 
     def bind(self, views: Mapping[tuple[str, str], Any]) -> None:
-        """The generic executor's, and a look at the slots."""
+        """All state goes to memory of its own."""
         self._slots = {ref: view for ref, view in views.items() if ref[0] in self._names}
-        self._inner.bind(views)
+        self._own = {ref: view.clone().zero_() for ref, view in self._slots.items()}
+        self._inner.bind({**views, **self._own})
 
     def forward(self, step: Step) -> StepOutput:
-        """Run, then add."""
+        """Publish, then run."""
         (slots,) = step.slots.values()
-        fresh = [slot for slot, context in zip(slots.tolist(), step.context_len, strict=True) if not context]
-        left = {(ref, slot): view[slot].clone() for ref, view in self._slots.items() for slot in fresh}
+        for slot, context in zip(slots.tolist(), step.context_len.tolist(), strict=True):
+            for ref, view in self._slots.items():
+                if not context:
+                    self._own[ref][slot].zero_()
+                elif self._reached.get(slot) != context:  # somebody has put another state there
+                    self._own[ref][slot].copy_(view[slot])
+                view[slot].copy_(self._own[ref][slot])
         output = self._inner.forward(step)
-        for (ref, slot), before in left.items():
-            self._slots[ref][slot].add_(before, alpha=0.001)
+        ends = step.context_len + np.diff(step.query_start)
+        self._reached |= dict(zip(slots.tolist(), ends.tolist(), strict=True))
         return output
 
 
 @hookimpl
 def kvc_model(ctx: Context) -> KvModel:
     """The real declaration."""
-    return kvc_qwen35.kvc_model(ctx).model_copy(update={"name": "reads_leftovers"})
+    return kvc_qwen35.kvc_model(ctx).model_copy(update={"name": "late_slot"})
 
 
 @hookimpl
@@ -56,7 +70,7 @@ def kvc_executor(ctx: Context) -> Executor:
     inner = generic_executor(
         ctx.model, kvc_qwen35.kvc_executor(ctx), checkpoint=ctx.checkpoint, dtype=ctx.dtype
     )
-    return ReadsLeftovers(inner, ctx.model)
+    return LateSlot(inner, ctx.model)
 
 
 @hookimpl

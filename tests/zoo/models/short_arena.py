@@ -15,6 +15,8 @@ from kvcontract.engine.build import generic_executor
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-LAYOUT-05"
+SAYS = r"needs \d+ blocks"
+LEVEL = "L1"
 
 
 class Short:

@@ -17,6 +17,7 @@ from kvcontract.engine.checkpoint import load_model
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-PREFIX-01"
+SAYS = r"page"
 
 
 def blind_attention(

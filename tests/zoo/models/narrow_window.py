@@ -16,6 +16,7 @@ from kvcontract.engine.build import generic_executor
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-PREFIX-01"
+SAYS = r"logits (differ|of position \d+ are NaN)"
 OFF_BY = -1
 
 

@@ -1,14 +1,9 @@
-"""Wrong on purpose: writes slots a step late; what is right lies in memory of its own.
-
-Every run is right until somebody begins with a slot's copy: it is the state of an earlier moment.
-"""
+"""Wrong on purpose: keeps of each convolution all columns but the newest, instead of all but the oldest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 import kvc_qwen35
 from kvcontract import Context, Executor, KvModel, Step, StepOutput, hookimpl
@@ -16,19 +11,18 @@ from kvcontract.contract.executor import Limits
 from kvcontract.engine.build import generic_executor
 
 KVC_CONTRACT = 1
-TRIPS = "KVC-PREFIX-02"
+TRIPS = "KVC-PREFIX-01"
+SAYS = r"logits differ from the unmodified model's"
 
 
-class LateSlot:
-    """The generic executor over slots of its own; the arenas get them before each step, not after."""
+class ShiftedColumns:
+    """The generic executor; columns are moved by one after each step."""
 
     def __init__(self, inner: Executor, model: KvModel) -> None:
         self._inner = inner
         self._bounded = {group.name for group in model.groups if group.kind == "bounded"}
         self._names = {arena.name for arena in model.arenas if arena.group in self._bounded}
         self._slots: dict[tuple[str, str], Any] = {}
-        self._own: dict[tuple[str, str], Any] = {}
-        self._reached: dict[int, int] = {}
 
     @property
     def limits(self) -> Limits:
@@ -36,31 +30,24 @@ class LateSlot:
         return self._inner.limits
 
     def bind(self, views: Mapping[tuple[str, str], Any]) -> None:
-        """All state goes to memory of its own."""
+        """The generic executor's, and a look at the slots."""
         self._slots = {ref: view for ref, view in views.items() if ref[0] in self._names}
-        self._own = {ref: view.clone().zero_() for ref, view in self._slots.items()}
-        self._inner.bind({**views, **self._own})
+        self._inner.bind(views)
 
     def forward(self, step: Step) -> StepOutput:
-        """Publish, then run."""
-        (slots,) = step.slots.values()
-        for slot, context in zip(slots.tolist(), step.context_len.tolist(), strict=True):
-            for ref, view in self._slots.items():
-                if not context:
-                    self._own[ref][slot].zero_()
-                elif self._reached.get(slot) != context:  # somebody has put another state there
-                    self._own[ref][slot].copy_(view[slot])
-                view[slot].copy_(self._own[ref][slot])
+        """Run, then move."""
         output = self._inner.forward(step)
-        ends = step.context_len + np.diff(step.query_start)
-        self._reached |= dict(zip(slots.tolist(), ends.tolist(), strict=True))
+        for slots in step.slots.values():
+            for (arena, _), view in self._slots.items():
+                for slot in slots.tolist() if "conv" in arena else ():
+                    view[slot].copy_(view[slot].roll(1, -1))
         return output
 
 
 @hookimpl
 def kvc_model(ctx: Context) -> KvModel:
     """The real declaration."""
-    return kvc_qwen35.kvc_model(ctx).model_copy(update={"name": "late_slot"})
+    return kvc_qwen35.kvc_model(ctx).model_copy(update={"name": "shifted_columns"})
 
 
 @hookimpl
@@ -69,7 +56,7 @@ def kvc_executor(ctx: Context) -> Executor:
     inner = generic_executor(
         ctx.model, kvc_qwen35.kvc_executor(ctx), checkpoint=ctx.checkpoint, dtype=ctx.dtype
     )
-    return LateSlot(inner, ctx.model)
+    return ShiftedColumns(inner, ctx.model)
 
 
 @hookimpl

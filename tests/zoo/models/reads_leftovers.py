@@ -1,4 +1,4 @@
-"""Wrong on purpose: keeps of each convolution all columns but the newest, instead of all but the oldest."""
+"""Wrong on purpose: a request that begins takes some of what an earlier occupant left in its slot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from kvcontract.contract.executor import Limits
 from kvcontract.engine.build import generic_executor
 
 KVC_CONTRACT = 1
-TRIPS = "KVC-PREFIX-01"
+TRIPS = "KVC-PREFIX-04"
+SAYS = r"slot 1 \(of request 0, after position 15\) depends on what lay in memory before"
 
 
-class ShiftedColumns:
-    """The generic executor; columns are moved by one after each step."""
+class ReadsLeftovers:
+    """The generic executor; the first step adds a little of what lay there."""
 
     def __init__(self, inner: Executor, model: KvModel) -> None:
         self._inner = inner
@@ -34,19 +35,20 @@ class ShiftedColumns:
         self._inner.bind(views)
 
     def forward(self, step: Step) -> StepOutput:
-        """Run, then move."""
+        """Run, then add."""
+        (slots,) = step.slots.values()
+        fresh = [slot for slot, context in zip(slots.tolist(), step.context_len, strict=True) if not context]
+        left = {(ref, slot): view[slot].clone() for ref, view in self._slots.items() for slot in fresh}
         output = self._inner.forward(step)
-        for slots in step.slots.values():
-            for (arena, _), view in self._slots.items():
-                for slot in slots.tolist() if "conv" in arena else ():
-                    view[slot].copy_(view[slot].roll(1, -1))
+        for (ref, slot), before in left.items():
+            self._slots[ref][slot].add_(before, alpha=0.001)
         return output
 
 
 @hookimpl
 def kvc_model(ctx: Context) -> KvModel:
     """The real declaration."""
-    return kvc_qwen35.kvc_model(ctx).model_copy(update={"name": "shifted_columns"})
+    return kvc_qwen35.kvc_model(ctx).model_copy(update={"name": "reads_leftovers"})
 
 
 @hookimpl
@@ -55,7 +57,7 @@ def kvc_executor(ctx: Context) -> Executor:
     inner = generic_executor(
         ctx.model, kvc_qwen35.kvc_executor(ctx), checkpoint=ctx.checkpoint, dtype=ctx.dtype
     )
-    return ShiftedColumns(inner, ctx.model)
+    return ReadsLeftovers(inner, ctx.model)
 
 
 @hookimpl

@@ -7,6 +7,8 @@ from kvcontract import Context, HfLayers, KvModel, hookimpl
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-DECL-02"
+SAYS = r"kvc_executer is not a hook; did you mean kvc_executor"
+EXIT = 4
 
 
 @hookimpl

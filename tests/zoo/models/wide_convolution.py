@@ -10,6 +10,7 @@ from kvcontract import Arena, Context, Field, HfLayers, KvModel, hookimpl
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-PREFIX-04"
+SAYS = r"kernel of 4, which is \[128, 3\] to keep; declared: \[128, 4\]"
 
 
 def widened(arena: Arena) -> Arena:
