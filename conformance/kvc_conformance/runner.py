@@ -30,7 +30,8 @@ BROKEN_PLUGIN: Final = "KVC-DECL-01"
 BAD_RETURN: Final = "KVC-DECL-04"
 NO_TIER: Final = "KVC-TIER-01"
 LOAD_FAULTS: Final = frozenset({"PluginLoadError", "PluginNotFound", "DuplicatePlugin"})
-PLUGIN_FAULTS: Final = LOAD_FAULTS | {"PluginFault", "HookQuit", "NotConformant"}
+REFUSED: Final = "PluginFault"
+PLUGIN_FAULTS: Final = LOAD_FAULTS | {REFUSED, "HookQuit", "NotConformant"}
 NO_MEMORY: Final = ("MemoryError", "OutOfMemoryError")
 NO_MEMORY_WORDS: Final = ("can't allocate memory", "not enough memory", "Unable to allocate")
 STEP_REFUSED: Final = "step refused: "
@@ -379,6 +380,8 @@ def _raised(error: ProbeFailed, clause_id: str) -> tuple[Outcome, Evidence]:
             f" {error.text.removeprefix(STEP_REFUSED)}"
         )
         return Outcome.FAIL, Evidence(saw, error.where, trace, "plugin")
+    if error.kind == REFUSED:  # the library's own judgement of what the plugin brings, in words
+        return Outcome.FAIL, Evidence(error.text, error.where, trace, "plugin")
     plugin = error.from_plugin or error.kind in PLUGIN_FAULTS
     outcome = Outcome.FAIL if error.clause == clause_id else Outcome.ERROR
     fault: Fault = "plugin" if plugin else "runtime"
