@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvc_conformance.driver import Child, scrubbed
 from kvc_conformance.outcomes import Evidence
+from kvc_conformance.profiles import PROFILES, Profile
 from kvc_conformance.spawning import nursery
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.layout import layout
@@ -67,6 +68,7 @@ class Bench:
         job: what a child needs to load the plugin: see `kvc_conformance.probes.declare`.
         folder: for small checkpoints and other files of this run.
         seed: all randomness comes from it.
+        profile: how much is tried of what has no end.
         given_checkpoint: the checkpoint the user gave, used as it is.
         model: what the plugin declares for the facts given; None if there is nothing to speak of.
         findings: what is wrong with it, statically.
@@ -82,6 +84,7 @@ class Bench:
     folder: Path
     seed: int = 0
     given_checkpoint: Path | None = None
+    profile: Profile = PROFILES["quick"]
     model: KvModel | None = None
     findings: tuple[Finding, ...] = ()
     stand_ins: tuple[StandIn, ...] = ()

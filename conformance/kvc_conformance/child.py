@@ -19,6 +19,7 @@ PROBES: Final[Mapping[str, str]] = {
     "churn": "kvc_conformance.probes.churn",
     "declare": "kvc_conformance.probes.declare",
     "memory": "kvc_conformance.probes.memory",
+    "simulated": "kvc_conformance.probes.simulated",
     "store": "kvc_conformance.probes.store",
     "engine": "kvc_conformance.probes.engine",
     "reference": "kvc_conformance.probes.reference",

@@ -26,6 +26,7 @@ PRELOADED: Final = (
     "kvc_conformance.probes.engine",
     "kvc_conformance.probes.memory",
     "kvc_conformance.probes.reference",
+    "kvc_conformance.probes.simulated",
     "kvc_conformance.probes.store",
     "transformers.cache_utils",
     "transformers.generation",

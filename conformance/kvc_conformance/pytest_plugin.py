@@ -18,6 +18,7 @@ import pytest
 
 from kvc_conformance import report as reports
 from kvc_conformance.outcomes import BROKEN, Outcome, fold
+from kvc_conformance.profiles import ProfileName
 from kvc_conformance.runner import Report, Request, run
 from kvcontract.contract.clauses import CLAUSES, TIER_CLAUSES, Level
 
@@ -33,6 +34,7 @@ def certify(
     plugin_options: dict[str, str] | None = None,
     device: str = "cpu",
     seed: int = 0,
+    profile: ProfileName = "quick",
     tier: bool = False,
 ) -> type:
     """A class of tests that certifies a plugin.
@@ -47,6 +49,7 @@ def certify(
         plugin_options: likewise.
         device: likewise.
         seed: likewise.
+        profile: likewise.
         tier: it is a tier.
     """
     # long: the arguments, one a line, and what they mean
@@ -59,6 +62,7 @@ def certify(
         plugin_options=plugin_options or {},
         level=level,
         seed=seed,
+        profile=profile,
         device=device,
         tier=tier,
     )

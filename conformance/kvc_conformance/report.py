@@ -130,12 +130,9 @@ def whole(request: Request) -> str:
             words += [f"--{name.replace('_', '-')}", str(value)]
     for name, value in request.plugin_options.items():
         words += ["-O", f"{name}={value}"]
-    if request.level != "L2" and not request.tier:
-        words += ["--level", request.level]
-    if request.seed:
-        words += ["--seed", str(request.seed)]
-    if request.device != "cpu":
-        words += ["--device", request.device]
+    for name, usual in (("level", "L2"), ("seed", 0), ("profile", "quick"), ("device", "cpu")):
+        if getattr(request, name) != usual:
+            words += [f"--{name}", str(getattr(request, name))]
     return shlex.join(words)
 
 

@@ -17,6 +17,7 @@ from kvc_conformance.checkpoints import refuse_broken_weights
 from kvc_conformance.checks import CHECKS, TIER_CHECKS
 from kvc_conformance.driver import ChildDied, ProbeFailed
 from kvc_conformance.outcomes import BROKEN, HOLDS, Evidence, Fault, Outcome, Result, Verdict, fold, judge
+from kvc_conformance.profiles import PROFILES, ProfileName
 from kvc_conformance.waivers import Waiver, weighed
 from kvcontract.contract.capability import CAPABILITIES, applies
 from kvcontract.contract.clauses import CLAUSES, TIER_CLAUSES, Clause, Level, clause
@@ -52,6 +53,7 @@ class Request:
         level: the level to certify.
         only: clauses to restrict the run to, with what they require; the verdict is then incomplete.
         seed: all randomness comes from it.
+        profile: how much is tried of what has no end.
         device: where executors run, in torch's spelling.
         tier: it is a tier; `config`, `checkpoint`, `options`, `level` and `device` do not apply.
         waivers: failures that are lived with for a while.
@@ -66,6 +68,7 @@ class Request:
     level: Level = "L2"
     only: tuple[str, ...] = ()
     seed: int = 0
+    profile: ProfileName = "quick"
     device: str = "cpu"
     tier: bool = False
     waivers: tuple[Waiver, ...] = ()
@@ -121,7 +124,8 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     _refuse(request)
     subject = _subject(request)
     with tempfile.TemporaryDirectory(prefix="kvc-") as folder:
-        bench = Bench(_job(request), Path(folder), request.seed, request.checkpoint)
+        profile = PROFILES[request.profile]
+        bench = Bench(_job(request), Path(folder), request.seed, request.checkpoint, profile)
         if subject.level == "L2":
             bench.expect_children()
         try:
@@ -139,7 +143,8 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
         sentence = f"{request.name}: every selected clause holds; a selection certifies nothing"
         verdict = Verdict("incomplete", None, sentence, 3)
     verdict = weighed(verdict, fold(results), request.waivers, datetime.now(UTC).date())
-    return Report(request, tuple(runner.plan), tuple(results), verdict, environment(bench), bench.model)
+    plan, ran_in = tuple(runner.plan), environment(bench, request)
+    return Report(request, plan, tuple(results), verdict, ran_in, bench.model)
 
 
 def _subject(request: Request) -> _Subject:
@@ -403,9 +408,10 @@ def _inventory(plan: list[tuple[str, str]], results: list[Result]) -> None:
         raise InternalFault(f"plan and results disagree: missing {missing}, unplanned {extra}")
 
 
-def environment(bench: Bench) -> dict[str, Any]:
+def environment(bench: Bench, request: Request) -> dict[str, Any]:
     """Versions and what was shrunk; not part of what must be equal between runs."""
-    return {**_versions(), "seed": bench.seed, "device": bench.job["device"], "shrunk": bench.shrunk}
+    asked = {"seed": request.seed, "profile": request.profile, "device": request.device}
+    return {**_versions(), **asked, "shrunk": bench.shrunk}
 
 
 def _versions() -> dict[str, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -17,6 +18,10 @@ from kvcontract.contract.options import LaunchOptions
 
 if TYPE_CHECKING:
     from kvc_conformance.runner import Report, Request
+
+
+SEEDS: Final = 2**31
+"""A drawn seed is below."""
 
 
 @with_optional_source
@@ -32,7 +37,12 @@ def command(
     clauses: Annotated[
         list[str] | None, typer.Option("--clause", help="Only this clause and what it requires; repeatable.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="All of the suite's randomness comes from it.")] = 0,
+    profile: Annotated[
+        str, typer.Option(help="How long to try: quick, ci or deep; deep draws its seed.")
+    ] = "quick",
+    seed: Annotated[
+        int | None, typer.Option(help="All of the suite's randomness comes from it.", show_default="0")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Where executors run: cpu, cuda, cuda:1, ...", show_default="cpu")
     ] = None,
@@ -58,9 +68,8 @@ def command(
     from kvc_conformance.waivers import read  # noqa: PLC0415
 
     given = {"level": level, "device": device}
-    request = (
-        _model(shared, given, clauses, seed) if tier is None else _tier(tier, shared, given, clauses, seed)
-    )
+    request = _model(shared, given, clauses) if tier is None else _tier(tier, shared, given, clauses)
+    request = replace(request, **_lengths(profile, seed))
     if waivers is not None:
         request = replace(request, waivers=read(waivers))
     _refuse_places(junit=junit, html=html)
@@ -72,7 +81,7 @@ def command(
 
     if not json:
         what = LEVELS["T"] if request.tier else f"up to {request.level} ({LEVELS[request.level]})"
-        talk.print(f"{request.name}: certifying {what}")
+        talk.print(f"{request.name}: certifying {what}, profile {request.profile}, seed {request.seed}")
     found = run(request, progress=tell)
     _write(found, junit, html)
     if json:
@@ -107,9 +116,7 @@ def _refuse_places(**given: Path | None) -> None:
         raise UsageFault("; ".join(faults))
 
 
-def _model(
-    shared: dict[str, Any], given: dict[str, str | None], clauses: list[str] | None, seed: int
-) -> Request:
+def _model(shared: dict[str, Any], given: dict[str, str | None], clauses: list[str] | None) -> Request:
     from kvc_conformance.runner import Request  # noqa: PLC0415 - as above
 
     if shared["name"] is None:
@@ -123,13 +130,12 @@ def _model(
         plugin_options=shared["set_options"],
         level=_level(given["level"] or "L2"),
         only=tuple(clauses or ()),
-        seed=seed,
         device=given["device"] or "cpu",
     )
 
 
 def _tier(
-    name: str, shared: dict[str, Any], given: dict[str, str | None], clauses: list[str] | None, seed: int
+    name: str, shared: dict[str, Any], given: dict[str, str | None], clauses: list[str] | None
 ) -> Request:
     from kvc_conformance.runner import Request  # noqa: PLC0415 - as above
 
@@ -144,8 +150,20 @@ def _tier(
         file=shared["plugin"],
         plugin_options=shared["set_options"],
         only=tuple(clauses or ()),
-        seed=seed,
     )
+
+
+def _lengths(profile: str, seed: int | None) -> dict[str, Any]:
+    """The profile, and the seed that it has, draws, or was given."""
+    from kvc_conformance.profiles import PROFILES  # noqa: PLC0415 - as above
+
+    if profile not in PROFILES:
+        raise UsageFault(f"--profile {profile!r}: expected {', '.join(PROFILES)}")
+    if seed is None:
+        seed = secrets.randbelow(SEEDS) if PROFILES[profile].drawn else 0
+    if seed < 0:
+        raise UsageFault(f"--seed {seed}: expected 0 or more")
+    return {"profile": profile, "seed": seed}
 
 
 def _level(text: str) -> Level:

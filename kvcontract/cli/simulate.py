@@ -72,6 +72,8 @@ def command(
 
 
 def _print(found: Summary, seconds: float, out: Path) -> None:
+    from kvc_conformance.sim.told import told  # noqa: PLC0415 - as above
+
     talk = view.console()
     for line in found.lines():
         talk.print(line)
@@ -83,17 +85,14 @@ def _print(found: Summary, seconds: float, out: Path) -> None:
         clause, text = trace.violation
         talk.print(f"seed {trace.seed} breaks {clause}: {text}")
         for number, action in enumerate(trace.actions, 1):
-            talk.print(f"  {number:>3} {_told(action)}")
+            talk.print(f"  {number:>3} {told(action)}")
         talk.print(f"{len(trace.actions)} actions are needed; again with: kvc replay {out}")
+    elif found.failed:
+        talk.print(f"seed {min(found.failed)} found something that does not come again: a fault of ours")
     elif found.unreached:
         talk.print(f"never reached: {', '.join(found.unreached)} (more seeds reach more)")
     else:
         talk.print("no violation")
-
-
-def _told(action: dict[str, object]) -> str:
-    rest = " ".join(f"{name}={value}" for name, value in action.items() if name != "do")
-    return f"{action['do']} {rest}"
 
 
 def _refuse(out: Path, *, seeds: int, first: int, steps: int | None, jobs: int | None) -> None:

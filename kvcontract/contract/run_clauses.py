@@ -206,6 +206,17 @@ RUN: Final[tuple[Clause, ...]] = (
         requires=("KVC-LAYOUT-05", *_BESIDE),
     ),
     Clause(
+        id="KVC-OFFLOAD-06",
+        level="L2",
+        who="runtime",
+        capability="reuse",
+        rule="Whatever tiers, copies and callers fail at, what is served is right and nothing is lost.",
+        why="Late answers, lies, crashes and cancelled calls meet in orders that nobody writes a test for.",
+        fix="Report a fault of kvcontract with the trace; `kvc replay` plays it again.",
+        rests_on=("R2", "R3", "R4", "R8", "A3", "A6", "C1", "C3"),
+        requires=("KVC-OFFLOAD-03", "KVC-OFFLOAD-04", "KVC-PREFIX-07"),
+    ),
+    Clause(
         id="KVC-OFFLOAD-05",
         level="L2",
         who="engine",

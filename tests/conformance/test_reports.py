@@ -21,7 +21,7 @@ from kvc_conformance.waivers import Waiver, read, weighed
 from kvcontract.cli.main import main
 from kvcontract.contract.errors import UsageFault
 
-ZOO = Path(__file__).parent.parent / "zoo"
+ZOO = Path(__file__).parent.parent / "zoo" / "models"
 SOON = date(2031, 1, 1)
 TODAY = date(2030, 1, 1)
 

@@ -11,6 +11,7 @@ from kvc_conformance.checks import (
     layout,
     offload,
     prefix,
+    simulated,
     snapshots,
     static,
     tier,
@@ -28,6 +29,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *prefix.CHECKS,
     *snapshots.CHECKS,
     *offload.CHECKS,
+    *simulated.CHECKS,
 )
 """The checks on models."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +16,6 @@ from kvc_conformance.content import Content
 from kvc_conformance.driver import ProbeFailed
 from kvc_conformance.rig import TOKEN_IDS, Rig, Scope, model_for, prompt, whose
 
-STEPS: Final = 150
 TRACED: Final = 12
 POOL_PAGES: Final = 25
 SLOTS: Final = 7
@@ -54,11 +53,12 @@ class Machine:
     Args:
         bench: the workbench.
         page: tokens of a page.
+        number: of the mix; each draws others.
     """
 
-    def __init__(self, bench: Bench, page: int) -> None:
-        self._seed, self._page = bench.seed, page
-        self._rng = np.random.default_rng([bench.seed, page])
+    def __init__(self, bench: Bench, page: int, number: int) -> None:
+        self._seed, self._page, self._steps = bench.seed + number, page, bench.profile.mix_steps
+        self._rng = np.random.default_rng([self._seed, page])
         model = model_for(bench, page, limit_bytes=512, boundary_tokens=BOUNDARY_TOKENS)
         content, beside = Content(model), Beside.of(model)
         size = page * content.row_bytes + content.state_bytes + _FRAME_BYTES * (1 + bool(beside))
@@ -88,7 +88,7 @@ class Machine:
         verbs = list(self._verbs)
         weights = np.array(list(self._verbs.values()), float)
         try:
-            for _ in range(STEPS):
+            for _ in range(self._steps):
                 while not verbs[self._rng.choice(len(verbs), p=weights / weights.sum())]():
                     """Nothing to do it to: draw another."""
                 self._look()
@@ -276,11 +276,14 @@ class Machine:
 
 
 def run_machine(bench: Bench, page: int) -> str:
-    """Run one; returns figures."""
-    machine = Machine(bench, page)
-    machine.run()
-    leaks = machine.rig.leaks()
-    machine.rig.close()
-    if leaks:
-        raise Failed(f"after every request has ended: {', '.join(leaks)} (seed {bench.seed})")
-    return ", ".join(f"{number} {name}" for name, number in machine.figures.items())
+    """Run as many mixes as the profile wants; returns figures."""
+    figures = Counter[str]()
+    for number in range(bench.profile.mixes):
+        machine = Machine(bench, page, number)
+        machine.run()
+        leaks = machine.rig.leaks()
+        machine.rig.close()
+        if leaks:
+            raise Failed(f"after every request has ended: {', '.join(leaks)} (seed {bench.seed + number})")
+        figures.update(machine.figures)
+    return ", ".join(f"{number} {name}" for name, number in figures.items())

@@ -19,7 +19,7 @@ import torch
 from kvc_conformance.sim.judge import Counts
 from kvc_conformance.sim.prompts import Prompts
 from kvc_conformance.sim.spaces import simulated
-from kvc_conformance.sim.trace import STEPS, Trace, collected, minimal, of, run_seed
+from kvc_conformance.sim.trace import STEPS, Trace, collected, cut_down, of, run_seed
 from kvcontract.contract.model import Full, KvModel
 from kvcontract.tiers.fault import FAULTS_OF
 
@@ -84,7 +84,7 @@ class Summary:
         counts: what they reached.
         choices: of each seed.
         failed: seeds that found something.
-        trace: the first of those, cut down.
+        trace: the first of those, cut down; None also if it does not come again.
     """
 
     beside: frozenset[str] = frozenset(BESIDE)
@@ -191,7 +191,9 @@ def simulate(
                 break
     if summary.failed:
         first = min(summary.failed)
-        summary.trace = _cut_down(small[first % len(small)], first, steps)
+        prompts = Prompts(small[first % len(small)])
+        found = first_found(prompts, range(first, first + 1), steps)
+        summary.trace = None if found is None else cut_down(prompts, found)
     return summary
 
 
@@ -264,12 +266,3 @@ def _add(summary: Summary, chunk: _Chunk) -> None:
     summary.counts.add(chunk.counts)
     summary.choices += chunk.choices
     summary.failed += chunk.failed
-
-
-def _cut_down(model: KvModel, seed: int, steps: int) -> Trace:
-    prompts = Prompts(model)
-    with collected():
-        setting, played = run_seed(prompts, seed, steps)
-        if played.violation is not None:
-            played = minimal(prompts, setting, played)
-    return of(prompts, seed, setting, played)

@@ -60,8 +60,15 @@ class Trace:
         Raises:
             UsageFault: the file cannot be written.
         """
+        try:
+            path.write_text(json.dumps(self.document(), indent=1) + "\n")
+        except OSError as error:
+            raise UsageFault(f"{path} cannot be written: {error.strerror}") from error
+
+    def document(self) -> dict[str, Any]:
+        """It as plain JSON."""
         found = None if self.violation is None else dict(zip(("clause", "text"), self.violation, strict=True))
-        document = {
+        return {
             "schema": SCHEMA,
             "seed": self.seed,
             "violation": found,
@@ -69,10 +76,6 @@ class Trace:
             "actions": list(self.actions),
             "model": self.model.model_dump(mode="json"),
         }
-        try:
-            path.write_text(json.dumps(document, indent=1) + "\n")
-        except OSError as error:
-            raise UsageFault(f"{path} cannot be written: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -253,10 +256,29 @@ def minimal(prompts: Prompts, setting: Setting, played: Played) -> Played:
     return best
 
 
+def cut_down(prompts: Prompts, trace: Trace) -> Trace:
+    """The same violation, by the actions that it needs."""
+    with collected():
+        played = minimal(prompts, trace.setting, play(prompts, trace.setting, trace.actions))
+    return of(prompts, trace.seed, trace.setting, played)
+
+
 def of(prompts: Prompts, seed: int, setting: Setting, played: Played) -> Trace:
     """A trace that can be saved."""
     found = None if played.violation is None else (played.violation.clause, played.violation.text)
     return Trace(prompts.model, seed, setting, played.actions, found)
 
 
-__all__ = ["SCHEMA", "STEPS", "Played", "Trace", "minimal", "of", "play", "replay", "run_seed", "simulated"]
+__all__ = [
+    "SCHEMA",
+    "STEPS",
+    "Played",
+    "Trace",
+    "cut_down",
+    "minimal",
+    "of",
+    "play",
+    "replay",
+    "run_seed",
+    "simulated",
+]
