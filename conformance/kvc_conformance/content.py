@@ -239,3 +239,9 @@ def page_sizes(model: KvModel, sizes: Sequence[int]) -> tuple[int, ...]:
     """Page sizes near those asked for that hold whole rows of every arena."""
     step = math.lcm(*(arena.tokens_per_row for arena in model.arenas))
     return tuple(dict.fromkeys(-(-size // step) * step for size in sizes))
+
+
+def never_restored(model: KvModel) -> KvModel:
+    """The same declaration with its last group never restored, so that no prefix can be reused."""
+    *others, last = model.groups
+    return model.model_copy(update={"groups": (*others, last.model_copy(update={"restore": "never"}))})

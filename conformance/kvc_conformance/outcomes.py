@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from kvcontract.contract.clauses import CLAUSES, LEVELS, Clause, Level, clause
 
@@ -84,23 +84,6 @@ class Result:
         if self.outcome not in BROKEN:
             return None
         return self.evidence.fault or _FAULT_BY_KEEPER[clause(self.clause).who]
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, with the clause's rule and fix, as plain JSON."""
-        rule = clause(self.clause)
-        found: dict[str, Any] = {
-            "clause": self.clause,
-            "level": rule.level,
-            "case": self.case,
-            "outcome": self.outcome.value,
-            **asdict(self.evidence),
-            "fault": self.fault,
-            "because": list(self.because),
-            "rule": rule.rule,
-            "try": rule.fix,
-            "seconds": round(self.seconds, 3),
-        }
-        return found
 
 
 def fold(results: Iterable[Result]) -> dict[str, Outcome]:

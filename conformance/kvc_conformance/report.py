@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections import Counter
-from typing import Any, Final
+from typing import Final
 
+from kvc_conformance.claims import claims
+from kvc_conformance.document import SCHEMA, ReportDocument, ResultDocument
 from kvc_conformance.outcomes import BROKEN, Outcome, Result, fold
 from kvc_conformance.runner import Report, Request, results_by_clause
 from kvcontract.contract.clauses import clause
@@ -25,21 +27,42 @@ WORDS: Final = {
 }
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: Report) -> ReportDocument:
     """The report as plain JSON."""
-    request = report.request
-    return {
-        "schema": "kvc.report/1",
-        ("tier" if request.tier else "model"): request.name,
+    request, model = report.request, report.model
+    document: ReportDocument = {
+        "schema": SCHEMA,
         "verdict": report.verdict.kind,
         "level": report.verdict.level,
         "asked": "T" if request.tier else request.level,
         "sentence": report.verdict.sentence,
         "exit_code": report.verdict.exit_code,
-        "counts": dict(Counter(result.outcome.value for result in report.results)),
-        "plan": [list(item) for item in report.plan],
-        "results": [result.as_json() for result in report.results],
+        "claims": {} if model is None else claims(model, fold(report.results)),
+        "counts": Counter(result.outcome.value for result in report.results),
+        "plan": list(report.plan),
+        "results": [_result(result, request) for result in report.results],
         "env": report.environment,
+    }
+    document["tier" if request.tier else "model"] = request.name
+    return document
+
+
+def _result(result: Result, request: Request) -> ResultDocument:
+    rule = clause(result.clause)
+    return {
+        "clause": result.clause,
+        "level": rule.level,
+        "case": result.case,
+        "outcome": result.outcome.value,
+        "saw": result.evidence.saw,
+        "where": result.evidence.where,
+        "trace": list(result.evidence.trace),
+        "fault": result.fault,
+        "because": list(result.because),
+        "rule": rule.rule,
+        "fix": rule.fix,
+        "again": again(request, result.clause),
+        "seconds": round(result.seconds, 3),
     }
 
 
@@ -78,6 +101,9 @@ def lines(report: Report, *, everything: bool = False, tracebacks: bool = False)
                 f"blocked by the failures above: {', '.join(blocked)}", 110, break_on_hyphens=False
             ),
         ]
+    if report.model is not None:
+        held = claims(report.model, worst)
+        text += ["", "claims: " + "; ".join(f"{name} {state}" for name, state in held.items())]
     text += ["", report.verdict.sentence]
     return text
 

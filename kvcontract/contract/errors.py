@@ -4,6 +4,7 @@
 
     KvContractError                what every error of this package is
     ├── UsageFault                 a caller passed something that cannot be (exit 2)
+    │   └── Undeclared             ... or what the declaration or executor does not offer
     ├── NotConformant              a declaration breaks clauses; carries every finding (exit 1)
     ├── MissingFacts               a config lacks what a plugin needs (exit 1; in options.py)
     ├── Refused                    a plugin refuses an option or a config (exit 1; in options.py)
@@ -49,6 +50,19 @@ class UsageFault(KvContractError, ValueError):
     """A caller passed a value that cannot be served; the message names every fault."""
 
     exit_code = 2
+
+
+class Undeclared(UsageFault):
+    """Something was asked for that the declaration, or the executor, does not offer.
+
+    Attributes:
+        clause: that it must be refused by.
+    """
+
+    clause = "KVC-PREFIX-09"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message} ({self.clause})")
 
 
 class NotConformant(KvContractError):

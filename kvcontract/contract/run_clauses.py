@@ -162,6 +162,16 @@ RUN: Final[tuple[Clause, ...]] = (
         requires=("KVC-LAYOUT-05",),
     ),
     Clause(
+        id="KVC-PREFIX-09",
+        level="L2",
+        who="runtime",
+        rule="What the declaration or executor does not offer is refused, under this clause's name.",
+        why="A tier that is never asked, or an adapter that is not applied, is found out in production.",
+        fix="Report a fault of kvcontract; of an engine: ask for no more than is declared.",
+        rests_on=("E2", "H10", "I4"),
+        requires=SOUND,
+    ),
+    Clause(
         id="KVC-OFFLOAD-01",
         level="L2",
         who="runtime",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from kvcontract.contract.errors import KvContractError, UsageFault
+from kvcontract.contract.errors import KvContractError, Undeclared, UsageFault
 from kvcontract.contract.executor import Adapter, Executor, TakesAdapters
 from kvcontract.contract.model import Scope
 from kvcontract.core.pending import Pending
@@ -54,10 +54,10 @@ class Adapters:
         """The executor, as one that takes adapters.
 
         Raises:
-            UsageFault: it does not.
+            Undeclared: it does not.
         """
         if not isinstance(self._executor, TakesAdapters):
-            raise UsageFault(f"{type(self._executor).__name__} takes no adapters (see TakesAdapters)")
+            raise Undeclared(f"{type(self._executor).__name__} takes no adapters (see TakesAdapters)")
         return self._executor
 
     def read(self, folder: Path) -> Pending[Adapter | str]:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.errors import Undeclared, UsageFault
 from kvcontract.contract.executor import Executor, HfLayers, OwnsArenas
 from kvcontract.contract.layout import layout
 from kvcontract.contract.model import KvModel
@@ -119,13 +119,15 @@ def assemble(
 
     Raises:
         UsageFault: parts are missing or do not fit together, the executor's own arenas included.
+        Undeclared: tiers, while a group is never restored.
         NotConformant: the store refuses the declaration.
     """
     # long: the arguments, one a line, and what they mean
     # A group that is never restored turns reuse off everywhere: resolve, admission, retention.
     prefix_cache = prefix_cache and model.prefix_caching
     if tiers and not prefix_cache:
-        raise UsageFault("tiers without a prefix cache would never be asked: leave one of them out")
+        kind = UsageFault if model.prefix_caching else Undeclared
+        raise kind("tiers without a prefix cache would never be asked: leave one of them out")
     executor = runner
     if isinstance(executor, HfLayers):
         executor = generic_executor(

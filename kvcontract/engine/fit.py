@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcontract.contract.errors import UsageFault
+from kvcontract.contract.errors import Undeclared, UsageFault
 from kvcontract.contract.executor import EmitsSnapshots, Executor, Limits
 from kvcontract.contract.layout import layout
 from kvcontract.pool.request import FULL
@@ -36,6 +36,7 @@ def refuse_unfit(engine: Engine, limits: Limits) -> None:
 
     Raises:
         UsageFault: limits that cannot work, or state that is not served; all are named.
+        Undeclared: there is no other fault than a store for what is never restored.
     """
     faults = []
     if not 1 <= engine.max_requests <= limits.max_requests:
@@ -53,7 +54,10 @@ def refuse_unfit(engine: Engine, limits: Limits) -> None:
     faults += _beside_faults(engine, limits)
     if engine.store is not None and not engine.model.prefix_caching:
         never = [group.name for group in engine.model.groups if not group.checkpointable]
-        faults.append(f"a store, while {', '.join(never)} is never restored: prefix caching is off then")
+        undeclared = f"a store, while {', '.join(never)} is never restored: prefix caching is off then"
+        if not faults:
+            raise Undeclared(f"the engine cannot run: {undeclared}")
+        faults.append(undeclared)
     if faults:
         raise UsageFault("the engine cannot run: " + "; ".join(faults))
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from kvcontract.contract.check import check_model
 from kvcontract.contract.clauses import clause
-from kvcontract.contract.errors import NotConformant, UsageFault
+from kvcontract.contract.errors import NotConformant, Undeclared, UsageFault
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.layout import tp_faults
 from kvcontract.contract.model import KvModel
@@ -58,14 +58,14 @@ def refuse(
         encryption: of records that leave the process.
 
     Raises:
-        NotConformant: the declaration has findings, or nothing else is wrong than that weights are unnamed
-            for a tier that lasts (KVC-OFFLOAD-05).
+        NotConformant: of the declaration; or all else is right, and unnamed weights meet a tier that lasts.
         UsageFault: names every fault.
+        Undeclared: there is no other than that prefixes cannot be reused.
     """
-    findings = check_model(model)
-    if findings:
+    if findings := check_model(model):
         raise NotConformant(model.name, findings)
-    faults = _faults(model, ranks, tiers)
+    undeclared = _undeclared(model)
+    faults = [*_faults(model, ranks, tiers), *undeclared]
     faults += policy_faults(policies, [tier.name for tier in tiers])
     small: tuple[str, ...] = ()
     if model.prefix_caching:
@@ -83,10 +83,17 @@ def refuse(
     chosen, disagree = fleet_secret(secret, lasting)
     faults += disagree
     if faults:
-        raise UsageFault("; ".join(faults))
+        raise (Undeclared if faults == undeclared else UsageFault)("; ".join(faults))
     if unnamed:
         raise NotConformant(model.name, (_unnamed_weights(model, lasting_names(tiers)),))
     return Allowed(parts(model), chosen, small)
+
+
+def _undeclared(model: KvModel) -> list[str]:
+    """What the declaration does not offer, and a store is for."""
+    never = [group.name for group in model.groups if not group.checkpointable]
+    text = f"group {', '.join(never)} is never restored: no prefix can be reused; leave the store out"
+    return [text] if never else []
 
 
 def _faults(model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier]) -> list[str]:
@@ -95,11 +102,6 @@ def _faults(model: KvModel, ranks: Sequence[Rank], tiers: Sequence[Tier]) -> lis
     for what, names in (("rank", [rank.name for rank in ranks]), ("tier", [tier.name for tier in tiers])):
         faults += [f"two {what}s are named {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
     faults += _rank_faults(model, ranks)
-    never = [group.name for group in model.groups if not group.checkpointable]
-    if never:
-        faults.append(
-            f"group {', '.join(never)} is never restored: no prefix can be reused; leave the store out"
-        )
     mixing = [tier.name for tier in tiers if not tier.capabilities.scopes]
     if mixing:
         faults.append(f"tier {', '.join(mixing)} cannot keep scopes apart; every tier of a store must (D3)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,13 +13,18 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
+from kvc_conformance import report as reports
+from kvc_conformance.claims import claims
+from kvc_conformance.document import ReportDocument
 from kvc_conformance.junit import junit
 from kvc_conformance.outcomes import Evidence, Outcome, Result, Verdict, judge
 from kvc_conformance.page import page
 from kvc_conformance.runner import Report, Request, run
 from kvc_conformance.waivers import Waiver, read, weighed
 from kvcontract.cli.main import main
+from kvcontract.contract.clauses import CLAUSES
 from kvcontract.contract.errors import UsageFault
 
 ZOO = Path(__file__).parent.parent / "zoo" / "models"
@@ -256,3 +262,42 @@ def test_three_lines_certify_in_a_test_run_of_ones_own(
         assert re.search(r"FAILED .*test_clause\[KVC-REPACK-03\]", done.stdout)
         assert "FAILED test_it.py::TestConformance::test_verdict" in done.stdout
         assert "found the value of layer 0 V" in re.sub(r"\s+", " ", done.stdout)
+
+
+# The report as JSON
+
+
+def test_a_report_is_what_its_schema_says(broken: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    """Failures, passes and what did not run: every key is declared, and no other comes."""
+    document = json.loads(json.dumps(reports.as_json(broken)))
+    TypeAdapter(ReportDocument).validate_python(document)
+    assert [item["clause"] for item in document["results"]] == [clause for clause, _ in document["plan"]]
+    with pytest.raises(ValidationError):
+        TypeAdapter(ReportDocument).validate_python({**document, "another": 1})
+    assert main(["schema", "report"]) == 0
+    published = (Path(__file__).parents[2] / "docs" / "report.schema.json").read_text()
+    assert capsys.readouterr().out == published
+
+
+def test_the_schema_of_a_declaration_is_printed_and_others_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`kvc schema model`; a kind that is none says which there are."""
+    assert main(["schema", "model"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "KvModel"
+    assert main(["schema", "trace"]) == 2
+    assert "there are: model, report" in capsys.readouterr().err
+
+
+def test_claims_are_what_clauses_have_shown(broken: Report) -> None:
+    """Declared and broken, declared and not run, not declared: nothing is held by being declared."""
+    found = reports.as_json(broken)["claims"]
+    assert found["repack"] == "held"
+    assert found["conversion"] == "held"
+    assert found["reuse"] == "open"
+    assert found["windows"] == "not declared"
+    assert broken.model is not None
+    every = dict.fromkeys((item.id for item in CLAUSES), Outcome.PASS)
+    assert claims(broken.model, every)["reuse"] == "held"
+    assert claims(broken.model, {**every, "KVC-PREFIX-05": Outcome.FAIL})["reuse"] == "broken"
+    assert claims(broken.model, {**every, "KVC-PREFIX-05": Outcome.BLOCKED})["reuse"] == "open"

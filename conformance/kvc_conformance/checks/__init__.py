@@ -17,6 +17,7 @@ from kvc_conformance.checks import (
     tier,
     tier_damage,
     tier_life,
+    undeclared,
     writes,
 )
 
@@ -27,6 +28,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *writes.CHECKS,
     *golden.CHECKS,
     *prefix.CHECKS,
+    *undeclared.CHECKS,
     *snapshots.CHECKS,
     *offload.CHECKS,
     *simulated.CHECKS,

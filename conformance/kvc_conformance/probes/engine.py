@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Iterator, Mapping
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
-from kvc_conformance.probes.declare import open_launch
+from kvc_conformance.content import never_restored
 from kvc_conformance.probes.held import Held
-from kvcontract.contract.errors import InternalFault, KvContractError, PluginFault
+from kvc_conformance.probes.opening import line_of, open_for, runner_of
+from kvcontract.contract.errors import InternalFault, KvContractError, PluginFault, UsageFault
 from kvcontract.contract.executor import (
     Attention,
     Combined,
@@ -35,9 +35,7 @@ from kvcontract.contract.executor import (
 from kvcontract.contract.layout import layout
 from kvcontract.contract.model import Full, KvModel
 from kvcontract.core.lane import ThreadLane
-from kvcontract.core.launch import Launch
-from kvcontract.engine.build import Assembly, EngineLimits, assemble, bind_memory, generic_executor
-from kvcontract.engine.checkpoint import load_model
+from kvcontract.engine.build import Assembly, EngineLimits, assemble, bind_memory
 from kvcontract.engine.request import Result
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.pinned import host_memory
@@ -63,8 +61,8 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     """
     del arrays
     torch.set_num_threads(1)  # small matrices: threads cost more than they save
-    opened = _open(session, arguments["dtype"], arguments["page_tokens"])
-    runner, where = _runner(session, opened)
+    opened = open_for(session, arguments["dtype"], arguments["page_tokens"])
+    runner, where = runner_of(session, opened)
     recorder = _OwningRecorder(runner) if isinstance(runner, OwnsArenas) else _Recorder(runner)
     bounds = runner.limits
     batch = min(arguments["max_batch_tokens"], bounds.max_tokens)
@@ -179,17 +177,51 @@ def own_arenas(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
     ``where`` (its line).
     """
     del arrays
-    opened = _open(session, "float32", None)
+    opened = open_for(session, "float32", None)
     runner: Any = opened.plugin.call("kvc_executor", opened.ctx)
     if isinstance(runner, HfLayers) or not isinstance(runner, OwnsArenas):
         return Message({"owns": False, "refused": None, "where": None})
-    body = {"owns": True, "refused": None, "where": _line(type(runner).arenas)}
+    body = {"owns": True, "refused": None, "where": line_of(type(runner).arenas)}
     blocks = {space.key: int(arguments["blocks"]) for space in layout(opened.model).spaces}
     try:
         bind_memory(opened.model, cast("Executor", runner), blocks, session.job["device"])
     except KvContractError as error:
         body["refused"] = str(error)
     return Message(body)
+
+
+def undeclared(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Ask engines for what their declaration, or executor, does not offer.
+
+    Returns ``answers``: what was asked for -> [clause that the refusal names or null, its text or null].
+    """
+    del arguments, arrays
+    opened = open_for(session, "float32", None)
+    runner, _ = runner_of(session, opened)
+    plain, lasting = _Recorder(runner), opened.model
+    step = min(lasting.page_tokens, runner.limits.max_tokens)
+    never = never_restored(lasting)
+    answers: dict[str, list[str | None]] = {}
+    for what, model, tiers in (("a tier", never, True), ("an adapter", lasting, False)):
+        answers[what] = [None, None]
+        with ExitStack() as undo:
+            given = _tiers({"tier_bytes": 1 << 20 if tiers else 0, "disk": None}, session.job["device"], undo)
+            try:
+                parts = undo.enter_context(
+                    assemble(
+                        model,
+                        plain,
+                        pages=4,
+                        device=session.job["device"],
+                        tiers=given,
+                        limits=EngineLimits(max_batch_tokens=step, max_chunk_tokens=step, max_requests=1),
+                        beside=_window_blocks(model, 4, step),
+                    )
+                )
+                parts.engine.load_adapter("another", "nowhere")
+            except UsageFault as refused:
+                answers[what] = [getattr(refused, "clause", None), str(refused)]
+    return Message({"answers": answers})
 
 
 def layer_map(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
@@ -200,7 +232,7 @@ def layer_map(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
     and ``where``, its line.
     """
     del arguments, arrays
-    opened = _open(session, "float32", None)
+    opened = open_for(session, "float32", None)
     runner = opened.plugin.call("kvc_executor", opened.ctx)
     body: dict[str, Any] = {
         "model": opened.model.canonical_json(),
@@ -219,7 +251,7 @@ def layer_map(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
         own = entry.recurrent if isinstance(entry, Combined) else entry
         if isinstance(own, Recurrent):
             body["states"].append([int(layer), own.state, list(own.conv)])
-    return Message({**body, "where": _line(getattr(opened.plugin.module, "kvc_executor", None))})
+    return Message({**body, "where": line_of(getattr(opened.plugin.module, "kvc_executor", None))})
 
 
 def _tiers(arguments: dict[str, Any], device: str, undo: ExitStack) -> list[Tier]:
@@ -243,43 +275,6 @@ def _window_blocks(model: KvModel, pages: int, step_tokens: int) -> dict[str, in
         for group in model.groups
         if not isinstance(group.reach, Full)
     }
-
-
-# The plugin
-
-
-def _open(session: Session, dtype: str, page_tokens: int | None) -> Launch:
-    """The launch for a precision; a plugin that cannot keep it is asked for what it keeps by itself."""
-    options = {"page_tokens": page_tokens or session.job["options"].get("page_tokens"), "tp": 1}
-    opened = open_launch(session, {**options, "kv_dtype": dtype}, dtype=dtype)
-    if any(finding.path == "options.kv_dtype" for finding in opened.findings):
-        opened = open_launch(session, {**options, "kv_dtype": None}, dtype=dtype)
-    return opened
-
-
-def _runner(session: Session, opened: Launch) -> tuple[Executor, str | None]:
-    """The plugin's executor, or the generic one for its map; and the line of whichever the plugin wrote."""
-    ctx = opened.ctx
-    hook = _line(getattr(opened.plugin.module, "kvc_executor", None))
-    runner = opened.plugin.call("kvc_executor", ctx)
-    if isinstance(runner, HfLayers):
-        key = f"model {ctx.checkpoint} {ctx.dtype}"
-        if key not in session.objects:
-            session.objects[key] = load_model(str(ctx.checkpoint), ctx.device, ctx.dtype)
-        return generic_executor(opened.model, runner, hf_model=session.objects[key]), hook
-    if not all(hasattr(runner, name) for name in ("limits", "bind", "forward")):
-        raise PluginFault(
-            f"kvc_executor returned a {type(runner).__name__}; expected an Executor (limits, bind, forward)"
-            " or HfLayers"
-        )
-    executor: Executor = runner
-    ours = type(executor).__module__.startswith("kvcontract.")
-    return executor, hook if ours else _line(type(executor).forward)
-
-
-def _line(function: Any) -> str | None:
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 # Running

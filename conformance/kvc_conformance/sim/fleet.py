@@ -191,9 +191,7 @@ def simulate(
                 break
     if summary.failed:
         first = min(summary.failed)
-        prompts = Prompts(small[first % len(small)])
-        found = first_found(prompts, range(first, first + 1), steps)
-        summary.trace = None if found is None else cut_down(prompts, found)
+        summary.trace = _trace(Prompts(small[first % len(small)]), first, steps)
     return summary
 
 
@@ -213,6 +211,11 @@ def first_found(prompts: Prompts, seeds: range, steps: int = STEPS) -> Trace | N
                 if played.violation is not None:
                     return of(prompts, seed, setting, played)
     return None
+
+
+def _trace(prompts: Prompts, seed: int, steps: int) -> Trace | None:
+    found = first_found(prompts, range(seed, seed + 1), steps)
+    return None if found is None else cut_down(prompts, found)
 
 
 @dataclass(slots=True)
