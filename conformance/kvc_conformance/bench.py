@@ -135,11 +135,17 @@ class Bench:
 
     def _build_checkpoint(self) -> Path:
         folder = self.folder / "checkpoint"
-        arguments = {"config": self._small_config(), "folder": str(folder), "seed": self.seed}
+        arguments = {"config": self.small_config, "folder": str(folder), "seed": self.seed}
         self.reference.call("reference.build", arguments, timeout_s=REFERENCE_TIMEOUT_S)
         return folder
 
-    def _small_config(self) -> dict[str, Any]:
+    @property
+    def small_config(self) -> dict[str, Any]:
+        """The config of a small model of the kind.
+
+        Raises:
+            CouldNotRun: there is none to make it from.
+        """
         if not self.samples:
             raise CouldNotRun("needs a config (give --config or --checkpoint, or bring kvc_samples)")
         small = shrink(self.samples[0])
@@ -165,7 +171,7 @@ class Bench:
             return self.plugin
         file = self.folder / "small.json"
         if not file.exists():
-            file.write_text(json.dumps(self._small_config()))
+            file.write_text(json.dumps(self.small_config))
         return self._child("bytes", {**self.job, "config": str(file), "checkpoint": None})
 
     @property
