@@ -178,9 +178,9 @@ def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
     Arguments: ``page_tokens``, ``repeats``, ``poisons`` (bytes, by turns).
     Arrays: ``arena|field`` uint8[1, *axes, width].
     Returns ``wire`` and ``back`` uint8[repeats, n], the bytes of all fields, and ``fields``, of each of the
-    two, each name and size; ``stored|PART`` uint8[blocks, bytes], what `unconverted` takes; ``changed``, which
-    of ``to_wire`` and ``from_wire`` changed what they read; ``beyond``, how many bytes each wrote that it was
-    not given.
+    two, each name and size; ``stored|PART`` uint8[blocks, bytes], what `unconverted` takes; ``changed``,
+    which of ``to_wire`` and ``from_wire`` changed what they read; ``beyond``, how many bytes each wrote that
+    it was not given.
     """
     model = declared(session, arguments["page_tokens"])
     repack = model.repack

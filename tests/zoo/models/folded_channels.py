@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-REPACK-03"
-SAYS = r"found the value of layer 0 K page 0 token 0 head 0 dim 64 where layer 0 K page 0 token 0 head 0 dim 1 "
+SAYS = (
+    r"found the value of layer 0 K page 0 token 0 head 0 dim 64 where layer 0 K page 0 token 0 head 0 dim 1 "
+)
 LEVEL = "L1"
 HALF = 64
 
