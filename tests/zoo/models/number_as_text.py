@@ -7,7 +7,7 @@ from kvcontract import Context, KvModel, hookimpl
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-DECL-04"
-SAYS = r"page_tokens = '16': Input should be a valid integer"
+SAYS = r"page_tokens = '16': Input should be a valid integer; allowed: an integer"
 LEVEL = "L0"
 
 

@@ -9,7 +9,7 @@ from kvcontract import Context, Group, KvModel, hookimpl
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-DECL-04"
-SAYS = r"Group.sliding_window = 4096: Extra inputs are not permitted"
+SAYS = r"Group.sliding_window = 4096: Extra inputs are not permitted; allowed: see help\(kvcontract\.Group\)"
 LEVEL = "L0"
 
 
