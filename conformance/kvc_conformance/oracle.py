@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvc_conformance.nan import NAN_BITS, is_nan
 from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.errors import InternalFault
 from kvcontract.contract.model import Arena, Field, KvModel
@@ -32,17 +33,6 @@ FieldName = tuple[str, str]
 
 ODD: Final = 0x9E3779B97F4A7C15
 """The factor that spreads a digit: odd, so that it can be undone at every width."""
-
-NAN_BITS: Final = {
-    "float64": (0x7FF << 52, (1 << 52) - 1),
-    "float32": (0xFF << 23, (1 << 23) - 1),
-    "float16": (0x1F << 10, (1 << 10) - 1),
-    "bfloat16": (0xFF << 7, (1 << 7) - 1),
-    "float8_e5m2": (0x1F << 2, 3),
-    "float8_e4m3fn": (0x7F, 0x7F),
-    "float8_e8m0fnu": (0xFF, 0xFF),
-}
-"""Per dtype: the bits that are all set in a NaN, and those of which one at least is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,17 +421,8 @@ def _but_nan(
         nan = NAN_BITS.get(field.dtype)
         if nan is not None:
             mine = starts[owners == owner][:, None] + np.arange(_width(field))
-            left[mine[_is_nan(image[mine], nan) & _is_nan(expected[mine], nan)]] = False
+            left[mine[is_nan(image[mine], nan) & is_nan(expected[mine], nan)]] = False
     return left
-
-
-def _is_nan(elements: Image, nan: tuple[int, int]) -> NDArray[np.bool_]:
-    """bool[n] of elements uint8[n, width], little endian."""
-    shifts = np.arange(elements.shape[1], dtype=np.uint64) * np.uint64(8)
-    codes = (elements.astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64)
-    full, some = np.uint64(nan[0]), np.uint64(nan[1])
-    found: NDArray[np.bool_] = (codes & full == full) & (codes & some != 0)
-    return found
 
 
 def _number(image: Image, start: int, width: int) -> int:
