@@ -19,6 +19,9 @@ def kvc_model(ctx: Context) -> KvModel:
     model = kvc_qwen3.kvc_model(ctx)
     arenas = []
     for arena in model.arenas:
-        fields = tuple(field.model_copy(update={"dtype": "int4", "axes": ODD}) for field in arena.fields)
+        fields = tuple(
+            field.model_copy(update={"dtype": ctx.options.kv_dtype or "int4", "axes": ODD})
+            for field in arena.fields
+        )
         arenas.append(arena.model_copy(update={"fields": fields}))
     return model.model_copy(update={"name": "half_a_byte", "arenas": tuple(arenas)})
