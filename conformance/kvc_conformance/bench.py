@@ -135,11 +135,17 @@ class Bench:
 
     def _build_checkpoint(self) -> Path:
         folder = self.folder / "checkpoint"
-        arguments = {"config": self._small_config(), "folder": str(folder), "seed": self.seed}
+        arguments = {"config": self.small_config, "folder": str(folder), "seed": self.seed}
         self.reference.call("reference.build", arguments, timeout_s=REFERENCE_TIMEOUT_S)
         return folder
 
-    def _small_config(self) -> dict[str, Any]:
+    @property
+    def small_config(self) -> dict[str, Any]:
+        """The config of a small model of the kind.
+
+        Raises:
+            CouldNotRun: there is none to make it from.
+        """
         if not self.samples:
             raise CouldNotRun("needs a config (give --config or --checkpoint, or bring kvc_samples)")
         small = shrink(self.samples[0])
@@ -161,12 +167,24 @@ class Bench:
     @property
     def small_child(self) -> Child:
         """The child whose declaration is `small`; it needs no weights."""
-        if not self.samples:
-            return self.plugin
+        return self._child("bytes", self._small_job) if self.samples else self.plugin
+
+    @property
+    def small_peer(self) -> Child:
+        """A second child whose declaration is `small`."""
+        return self._child("bytes of a peer", self._small_job) if self.samples else self.peer
+
+    @property
+    def _small_job(self) -> dict[str, Any]:
         file = self.folder / "small.json"
         if not file.exists():
-            file.write_text(json.dumps(self._small_config()))
-        return self._child("bytes", {**self.job, "config": str(file), "checkpoint": None})
+            file.write_text(json.dumps(self.small_config))
+        return {**self.job, "config": str(file), "checkpoint": None}
+
+    @property
+    def whole_child(self) -> Child:
+        """A child whose declaration is `declared`, for bytes; it needs no weights."""
+        return self._child("whole", self.job)
 
     @property
     def declared(self) -> KvModel:

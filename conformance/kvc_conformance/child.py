@@ -76,7 +76,8 @@ def _answer(session: Session, message: Message) -> Message:
 
 def describe(error: BaseException, job: Mapping[str, Any]) -> dict[str, Any]:
     """An exception as plain JSON, with the clause it names and the plugin's own line, if any."""
-    frames = traceback.extract_tb(error.__traceback__)
+    raised = [error, *([error.__cause__] if error.__cause__ is not None else [])]
+    frames = [frame for one in raised for frame in traceback.extract_tb(one.__traceback__)]
     homes = [str(Path(home)) for home in job.get("homes", ())]
     own = [frame for frame in frames if any(frame.filename.startswith(home) for home in homes)]
     return {

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvc_conformance.nan import NAN_BITS, is_nan
 from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.errors import InternalFault
 from kvcontract.contract.model import Arena, Field, KvModel
@@ -32,17 +33,6 @@ FieldName = tuple[str, str]
 
 ODD: Final = 0x9E3779B97F4A7C15
 """The factor that spreads a digit: odd, so that it can be undone at every width."""
-
-NAN_BITS: Final = {
-    "float64": (0x7FF << 52, (1 << 52) - 1),
-    "float32": (0xFF << 23, (1 << 23) - 1),
-    "float16": (0x1F << 10, (1 << 10) - 1),
-    "bfloat16": (0xFF << 7, (1 << 7) - 1),
-    "float8_e5m2": (0x1F << 2, 3),
-    "float8_e4m3fn": (0x7F, 0x7F),
-    "float8_e8m0fnu": (0xFF, 0xFF),
-}
-"""Per dtype: the bits that are all set in a NaN, and those of which one at least is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +100,7 @@ class Fill:
     def codes(self, serials: Serials, number: int) -> NDArray[np.uint64]:
         """uint64[...]: what the elements of these numbers hold in pass `number`."""
         inverted, digit = divmod(number, self.digits)
-        bits = self._bits[np.searchsorted(self._first, serials, side="right") - 1]
+        bits = self._bits[self.owners(serials)]
         mask = ~np.uint64(0) >> (np.uint64(64) - bits)
         shift = np.minimum(bits * np.uint64(digit), np.uint64(63))  # numbers are far below 2**63
         code = ((serials.astype(np.uint64) >> shift & mask) * np.uint64(ODD)) & mask
@@ -158,7 +148,16 @@ class Fill:
         """The field whose number it is; None if nobody's."""
         if not 0 < serial < self.count:
             return None
-        return list(self._entries.values())[int(np.searchsorted(self._first, serial, side="right")) - 1]
+        return list(self._entries.values())[int(self.owners(np.array(serial)))]
+
+    def owners(self, serials: Serials) -> NDArray[np.int64]:
+        """int64[...]: for each number of an element, that of its field, see `field`."""
+        found: NDArray[np.int64] = np.searchsorted(self._first, serials, side="right") - 1
+        return found
+
+    def field(self, number: int) -> Field:
+        """The field of a number, in declared order."""
+        return list(self._entries.values())[number].field
 
     def decode(self, codes: list[int], bits: int) -> int:
         """The number that codes of all passes tell; 0, nobody's, where they contradict one another."""
@@ -245,6 +244,11 @@ def side_by_side_map(fill: Fill, groups: Collection[str], block: int) -> Map:
         multiple = int(np.lcm(arena.stride_multiple_bytes, arena.align_bytes))
         chunks += [laid, _padding(-len(laid.serial) % multiple)]
     return _join(chunks)
+
+
+def content_map(fill: Fill, names: Sequence[FieldName]) -> Map:
+    """The fields of one block, one after another, without any padding."""
+    return _join([_elements(fill.serials(name)[0], fill.width(name)) for name in names])
 
 
 def _of(arenas: Sequence[Arena], groups: Collection[str]) -> list[Arena]:
@@ -411,16 +415,14 @@ def _but_nan(
     bytes_at = np.flatnonzero(differs)
     starts = np.unique(bytes_at - where.byte[bytes_at])
     left = differs.copy()
-    for start in starts.tolist():
-        entry, width = fill.entry(int(where.serial[start])), int(where.width[start])
-        nan = NAN_BITS.get(entry.field.dtype) if entry is not None else None
-        if nan is not None and all(_is_nan(_number(data, start, width), nan) for data in (image, expected)):
-            left[start : start + width] = False
+    owners = fill.owners(where.serial[starts])
+    for owner in np.unique(owners).tolist():
+        field = fill.field(owner)
+        nan = NAN_BITS.get(field.dtype)
+        if nan is not None:
+            mine = starts[owners == owner][:, None] + np.arange(_width(field))
+            left[mine[is_nan(image[mine], nan) & is_nan(expected[mine], nan)]] = False
     return left
-
-
-def _is_nan(code: int, nan: tuple[int, int]) -> bool:
-    return code & nan[0] == nan[0] and code & nan[1] != 0
 
 
 def _number(image: Image, start: int, width: int) -> int:

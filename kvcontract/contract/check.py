@@ -20,6 +20,7 @@ from kvcontract.contract.finding import Finding
 from kvcontract.contract.layout import layout, tp_faults
 from kvcontract.contract.members import joint_fault, pairs
 from kvcontract.contract.model import TOKEN_AXIS, Arena, Declared, Field, Full, Group, KvModel, Window
+from kvcontract.contract.options import in_words
 from kvcontract.contract.revalidate import shown
 from kvcontract.contract.snapshot import is_ring, narrows, ring_faults, snapshot_faults
 from kvcontract.contract.wire import parts
@@ -94,7 +95,7 @@ def shape_findings(error: ValidationError, where: str | None) -> tuple[Finding, 
             "KVC-DECL-04",
             f"{error.title}.{'.'.join(str(part) for part in item['loc'])}".rstrip("."),
             _input(error, item),
-            item["type"],
+            in_words(item, f"see help(kvcontract.{error.title})"),
             item["msg"],
             where,
         )

@@ -255,11 +255,11 @@ _BOUNDS: Final = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "l
 _KINDS: Final = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "text"}
 
 
-def _allowed(refusal: Any) -> str:
-    """What an option may be, from how pydantic refused it."""
+def in_words(refusal: Any, otherwise: str = "see --help") -> str:
+    """What may be there instead of what pydantic refused, in words."""
     context = refusal.get("ctx", {})
     bounds = [f"{words} {context[name]}" for name, words in _BOUNDS.items() if name in context]
-    kind = _KINDS.get(refusal["type"].split("_")[0], "see --help")
+    kind = _KINDS.get(refusal["type"].split("_")[0], otherwise)
     return " and ".join(bounds) or str(context.get("expected", kind))
 
 
@@ -288,6 +288,6 @@ def parse_options(
     except ValidationError as error:
         for item in error.errors():
             name = ".".join(str(part) for part in item["loc"]) or "options"
-            faults.append(OptionFault(name, item["input"], item["msg"], _allowed(item)))
+            faults.append(OptionFault(name, item["input"], item["msg"], in_words(item)))
         parsed = model()
     return parsed, faults

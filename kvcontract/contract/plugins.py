@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvcontract.contract import hooks
 from kvcontract.contract.check import check_model, shape_findings
+from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.errors import (
     DuplicatePlugin,
     HookQuit,
@@ -321,7 +322,13 @@ def _unhonoured(ctx: Context, model: KvModel) -> list[Finding]:
         if asked is not None and getattr(model, name) != asked:
             message = f"the declaration came out with {getattr(model, name)}"
             findings.append(Finding("KVC-DECL-10", f"options.{name}", asked, "an honoured value", message))
-    for name in options.ignored:
+    ignored = options.ignored
+    kept = {item.dtype for arena in model.arenas for item in arena.fields}
+    asked = None if "kv_dtype" in ignored else options.kv_dtype
+    if asked in DTYPE_BITS and asked not in kept:
+        message = f"no field came out with it, only with {', '.join(sorted(kept))}"
+        findings.append(Finding("KVC-DECL-10", "options.kv_dtype", asked, "an honoured value", message))
+    for name in ignored:
         if name != "tp":  # the core cuts; a plugin need not look
             message = "the plugin never looked at it"
             findings.append(

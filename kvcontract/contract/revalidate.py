@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from kvcontract.contract.finding import Finding
 from kvcontract.contract.model import Declared, KvModel
+from kvcontract.contract.options import in_words
 
 CLAUSE: Final = "KVC-DECL-04"
 _SHOWN_CHARACTERS: Final = 80
@@ -36,7 +37,8 @@ def _object(value: Declared, path: str) -> Iterator[Finding]:
     except ValidationError as error:
         for item in error.errors(include_url=False):
             found = None if item["type"] == "missing" else shown(item["input"])
-            yield Finding(CLAUSE, _join(path, item["loc"]), found, item["type"], item["msg"], value.where)
+            words = in_words(item, f"see help(kvcontract.{kind.__name__})")
+            yield Finding(CLAUSE, _join(path, item["loc"]), found, words, item["msg"], value.where)
     else:
         yield from _unlike(value, given, sound, path)
     for location, part in _parts(given):

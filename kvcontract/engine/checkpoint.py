@@ -79,7 +79,7 @@ def load_model(
         try:
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
-                config=_hf_config(transformers, config),
+                config=hf_config(transformers, config),
                 dtype=torch_dtype(dtype),
                 local_files_only=True,
                 use_safetensors=True,
@@ -109,7 +109,7 @@ def random_model(config: Mapping[str, Any], seed: int) -> nn.Module:
         torch.manual_seed(seed)
         try:
             model = transformers.AutoModelForCausalLM.from_config(
-                _hf_config(transformers, config), dtype=torch.float32
+                hf_config(transformers, config), dtype=torch.float32
             )
         except ValueError as error:
             raise UsageFault(f"transformers cannot build this config: {error}") from error
@@ -147,7 +147,7 @@ def random_checkpoint(config: Mapping[str, Any], folder: Path | str, seed: int) 
     return folder
 
 
-def _hf_config(transformers: Any, config: Mapping[str, Any]) -> Any:
+def hf_config(transformers: Any, config: Mapping[str, Any]) -> Any:
     """The transformers config object of a parsed config.json."""
     if "model_type" not in config:
         raise UsageFault("config.json has no model_type; transformers finds the model class by it")

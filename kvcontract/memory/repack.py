@@ -145,7 +145,7 @@ class ConvertProgram:
         scratch, wire = self._scratch()
         for row, found in enumerate(ids.tolist()):
             scratch.zero_()
-            self._call(self._to_wire, self._conversion.to_wire, self._read(found), wire, found)
+            converted(self._to_wire, self._conversion.to_wire, self._read(found), wire, found)
             out[row].copy_(scratch)
 
     def scatter(self, blocks: Blocks, staged: Tensor) -> None:
@@ -162,7 +162,7 @@ class ConvertProgram:
         for row, found in enumerate(ids.tolist()):
             scratch.copy_(staged[row])
             views = self._read(found)
-            self._call(self._from_wire, self._conversion.from_wire, wire, views, found)
+            converted(self._from_wire, self._conversion.from_wire, wire, views, found)
             if self.pages > 1:
                 self._write(found, views)
 
@@ -196,15 +196,20 @@ class ConvertProgram:
         }
         return scratch, wire
 
-    @staticmethod
-    def _call(convert: Convert, name: str, src: Views, dst: Views, blocks: list[int]) -> None:
-        try:
-            convert(src, dst)
-        except Exception as error:
-            where = ", ".join(map(str, blocks))
-            raise PluginFault(
-                f"conversion {name!r} raised on block {where}: {type(error).__name__}: {error}"
-            ) from error
+
+def converted(convert: Convert, name: str, src: Views, dst: Views, blocks: list[int]) -> None:
+    """Call a callable on the blocks of one record.
+
+    Raises:
+        PluginFault: it raised.
+    """
+    try:
+        convert(src, dst)
+    except Exception as error:
+        where = ", ".join(map(str, blocks))
+        raise PluginFault(
+            f"conversion {name!r} raised on block {where}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _raw(tensor: Tensor) -> Tensor:

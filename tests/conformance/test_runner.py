@@ -32,8 +32,11 @@ GOOD = """
     def declare(ctx, **more):
         given = dict(
             contract=1, name="mine", weights=ctx.weights, numerics="float16",
-            page_tokens=ctx.options.page_tokens or 4, groups=(Group(name="kv"),), arenas=arenas("kv"),
+            page_tokens=ctx.options.page_tokens or 4, key_tokens=ctx.options.key_tokens,
+            groups=(Group(name="kv"),), arenas=arenas("kv"),
         )
+        if ctx.options.kv_dtype:
+            raise ctx.refuse("kv_dtype", allowed="none", why="there is one element type")
         return KvModel(**{**given, **more})
 
     @hookimpl

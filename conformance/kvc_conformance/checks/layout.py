@@ -11,7 +11,18 @@ from numpy.typing import NDArray
 
 from kvc_conformance.bench import Bench, Check, Failed, NotApplicable, small_enough
 from kvc_conformance.channel import Message
-from kvc_conformance.oracle import Fill, Map, compare, cut, device_map, side_by_side_map, wire_map
+from kvc_conformance.driver import ProbeFailed
+from kvc_conformance.oracle import (
+    Fill,
+    Map,
+    compare,
+    content_map,
+    cut,
+    device_map,
+    side_by_side_map,
+    wire_map,
+)
+from kvcontract.contract.errors import InternalFault
 from kvcontract.contract.layout import layout, tp_faults, with_page_tokens
 from kvcontract.contract.model import KvModel
 from kvcontract.contract.wire import Part, parts
@@ -27,8 +38,15 @@ RECORD_PAGES: Final = ((3, 2), (1, 3))
 """Sizes of pages, in rows, and pages of a record, beside records of one page."""
 
 MAX_TP: Final = (1, 8)
+WHOLE_LIMIT_BYTES: Final = 4 << 20
+"""A page as large as declared, up to which conversions are called on it too."""
+
 CONVERSIONS: Final = 16
 """Calls of a conversion on the same page: one that keeps state may be right most of the time."""
+
+FEW_CONVERSIONS: Final = 2
+POISONS: Final = (0x00, 0xFF)
+"""What lies in dst before a call, by turns."""
 
 
 def _rows(model: KvModel) -> int:
@@ -42,6 +60,32 @@ def _sizes(bench: Bench) -> tuple[int, ...]:
 
 def _page_cases(bench: Bench) -> tuple[str, ...]:
     return tuple(f"page {size}" for size in _sizes(bench))
+
+
+def _conversion_cases(bench: Bench) -> tuple[str, ...]:
+    pages = [*_page_cases(bench), *(f"page {size}" for size in _allowed(bench))]
+    return (*pages, *(f"whole {case}" for case in _whole(bench)))
+
+
+def _allowed(bench: Bench) -> tuple[int, ...]:
+    """Further sizes that a launch may ask for: callables may know some of them only."""
+    model = bench.small
+    return tuple(
+        size for size in model.page_tokens_allowed if _callables(model) and size not in _sizes(bench)
+    )
+
+
+def _whole(bench: Bench) -> tuple[str, ...]:
+    """The page of the model itself: what callables compute from its sizes may be right for small ones."""
+    if not bench.samples or not _callables(bench.declared):
+        return ()
+    size = sum(space.stride_bytes for space in layout(bench.declared).spaces)
+    return (f"page {bench.declared.page_tokens}",) if size <= WHOLE_LIMIT_BYTES else ()
+
+
+def _trips(bench: Bench) -> tuple[str, ...]:
+    more = [f"page {size}, page-first, max_tp 1" for size in _allowed(bench)]
+    return (*_forms(bench), *more, *(f"whole {case}" for case in _whole(bench)))
 
 
 def _records(bench: Bench) -> tuple[tuple[int, int], ...]:
@@ -59,9 +103,9 @@ def _blocks(pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return SOURCES[:count], TARGETS[:count]
 
 
-def _model(bench: Bench, page_tokens: int, pages: int = 1) -> KvModel:
+def _model(bench: Bench, page_tokens: int, pages: int = 1, *, whole: bool = False) -> KvModel:
     key_tokens = pages * page_tokens if pages > 1 else None
-    return small_enough(with_page_tokens(bench.small, page_tokens, key_tokens))
+    return small_enough(with_page_tokens(bench.declared if whole else bench.small, page_tokens, key_tokens))
 
 
 def _arrays(fill: Fill, number: int, worker: int = 0, tp: int = 1) -> dict[str, NDArray[np.uint8]]:
@@ -178,6 +222,8 @@ def _callables(model: KvModel) -> bool:
 
 def _comes_back(bench: Bench, case: str) -> str:
     """KVC-REPACK-03: the record is what the declaration says, and restoring gives every byte its place."""
+    if case.startswith("whole "):
+        return _whole_comes_back(bench, case)
     form = _Form.of(case)
     fill, answers = _roundtrip(bench, form)
     sources, targets = _blocks(form.pages)
@@ -193,6 +239,15 @@ def _comes_back(bench: Bench, case: str) -> str:
         maps = [lies(fill, groups, block).only(fill, stored) for block in range(len(sources))]
         _expect(answers, f"restored|{key}", maps, fill, rows, "saved, then restored")
     return f"{shards} shard(s), {fill.passes} pass(es)"
+
+
+def _whole_comes_back(bench: Bench, case: str) -> str:
+    """A page as large as declared, through the callables alone."""
+    fill, answers = _converted(bench, case)
+    fields = (name.split("/") for name, _ in answers[0].body["fields"]["back"])
+    where = content_map(fill, [(arena, field) for arena, field in fields])
+    _expect(answers, "back", [where], fill, [0], "converted, and back")
+    return f"{fill.passes} pass(es)"
 
 
 def _wire_is_right(fill: Fill, part: Part, form: _Form, answers: list[Message]) -> int:
@@ -280,19 +335,24 @@ def _own_memory(bench: Bench, _case: str) -> str:
     return "the executor's own arenas fit"
 
 
-def _conversion(bench: Bench, case: str) -> tuple[Fill, list[Message]]:
-    model = _model(bench, int(case.split()[1]))
+def _page_of(case: str) -> int:
+    """From a case such as ``whole page 16``."""
+    return int(case.rsplit(maxsplit=1)[-1])
+
+
+def _converted(bench: Bench, case: str) -> tuple[Fill, list[Message]]:
+    """What a conversion did by itself, for each pass of the fill; kept for every check that looks at it."""
     key = f"conversion {case}"
     if key not in bench.kept:
-        fill = Fill(model, 1)
-        arguments = {"page_tokens": model.page_tokens, "repeats": CONVERSIONS}
-        bench.kept[key] = (
-            fill,
-            [
-                bench.small_child.call("memory.conversion", arguments, _arrays(fill, number))
-                for number in range(fill.passes)
-            ],
-        )
+        whole = case.startswith("whole ")
+        model = _model(bench, _page_of(case), whole=whole)
+        child, fill = bench.whole_child if whole else bench.small_child, Fill(model, 1)
+        repeats = FEW_CONVERSIONS if whole else CONVERSIONS
+        arguments = {"page_tokens": model.page_tokens, "repeats": repeats, "poisons": POISONS}
+        answers = [
+            child.call("memory.conversion", arguments, _arrays(fill, number)) for number in range(fill.passes)
+        ]
+        bench.kept[key] = (fill, answers)
     kept: tuple[Fill, list[Message]] = bench.kept[key]
     return kept
 
@@ -306,21 +366,71 @@ def _importable(bench: Bench, case: str) -> None:
 
 
 def _well_behaved(bench: Bench, case: str) -> None:
-    """KVC-REPACK-04: all of dst, never src, the same each time."""
-    _, answers = _conversion(bench, case)
+    """KVC-REPACK-04: all of dst and nothing else, the same each time, and everywhere."""
+    _, answers = _converted(bench, case)
     for answer in answers:
         got = answer.arrays
-        if not np.array_equal(got["source"], got["source_after"]):
+        if "to_wire" in answer.body["changed"]:
             raise Failed("to_wire changed its source, which is a live page")
+        if answer.body["changed"]:
+            raise Failed("from_wire changed its source, which is a record that others read too")
+        for what, count in answer.body["beyond"].items():
+            if count:
+                raise Failed(
+                    f"{what} wrote {count:,} B beyond the tensors of dst: into padding, or what lies next to"
+                    " them"
+                )
         for what, name in (("to_wire", "wire"), ("from_wire", "back")):
-            other = (got[name] != got[name][0]).any(axis=1)
+            calls = got[name]
+            poison = np.resize(np.array(POISONS, np.uint8), (len(calls), 1))
+            unwritten = np.flatnonzero((calls == poison).all(axis=0))
+            if len(unwritten):
+                first = _byte_of(answer.body["fields"][name], int(unwritten[0]))
+                raise Failed(
+                    f"{what} left {len(unwritten):,} of {calls.shape[1]:,} B of dst unwritten; first: {first}"
+                )
+            other = (calls != calls[0]).any(axis=1)
             if other.any():
                 call = int(other.argmax())
-                differs = np.flatnonzero(got[name][call] != got[name][0])
+                differs = np.flatnonzero(calls[call] != calls[0])
+                first = _byte_of(answer.body["fields"][name], int(differs[0]))
                 raise Failed(
-                    f"{what} gave other bytes at call {call + 1} than at first, or left {len(differs):,} of"
-                    f" {len(got[name][0]):,} B of dst unwritten (first: byte {differs[0]})"
+                    f"{what} gave other bytes at call {call + 1} than at first, from the same page:"
+                    f" {len(differs):,} of {calls.shape[1]:,} B; first: {first}"
                 )
+    if not case.startswith("whole "):
+        _needs_the_wire_alone(bench, case, answers)
+
+
+def _byte_of(fields: list[tuple[str, int]], byte: int) -> str:
+    """Which byte of which field."""
+    for name, size in fields:
+        if byte < size:
+            return f"byte {byte} of {name}"
+        byte -= size
+    raise InternalFault(f"byte {byte} is beyond the last field")
+
+
+def _needs_the_wire_alone(bench: Bench, case: str, answers: list[Message]) -> None:
+    """Another process, which has the stored bytes and nothing else, gets the same from them."""
+    arguments = {"page_tokens": _page_of(case)}
+    for answer in answers:
+        stored = {name: array for name, array in answer.arrays.items() if name.startswith("stored|")}
+        try:
+            back = bench.small_peer.call("memory.unconverted", arguments, stored).arrays["back"]
+        except ProbeFailed as error:
+            if error.kind != "PluginFault":
+                raise
+            raise Failed(
+                f"in a process that has not called to_wire, {error.text}", where=error.where, fault="plugin"
+            ) from error
+        differs = np.flatnonzero(back != answer.arrays["back"][0])
+        if len(differs):
+            raise Failed(
+                f"in a process that has not called to_wire, from_wire gave {len(differs):,} of"
+                f" {len(back):,} B otherwise: what is stored is not all that it needs; first:"
+                f" {_byte_of(answer.body['fields']['back'], int(differs[0]))}"
+            )
 
 
 CHECKS: Final[tuple[Check, ...]] = (
@@ -329,6 +439,6 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check("KVC-LAYOUT-06", _where_it_lies, _page_cases),
     Check("KVC-LAYOUT-07", _touches_nothing_else, _forms),
     Check("KVC-REPACK-02", _importable),
-    Check("KVC-REPACK-03", _comes_back, _forms),
-    Check("KVC-REPACK-04", _well_behaved, _page_cases),
+    Check("KVC-REPACK-03", _comes_back, _trips),
+    Check("KVC-REPACK-04", _well_behaved, _conversion_cases),
 )

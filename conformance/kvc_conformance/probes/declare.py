@@ -7,13 +7,14 @@ A child's job: ``name``, ``file``, ``config``, ``checkpoint`` (paths or null), `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
 from kvcontract.contract import plugins
+from kvcontract.contract.options import Config
 from kvcontract.core.launch import Launch, Runtime, Source, launch
 
 
@@ -38,6 +39,22 @@ def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, An
         "config": None if opened.ctx.config is None else dict(opened.ctx.config),
     }
     return Message(body)
+
+
+def variants(session: Session, arguments: dict[str, Any], arrays: Mapping[str, Any]) -> Message:
+    """Call the factory for other configs, all else being equal.
+
+    Arguments: ``configs``.  Returns ``models``, one for each: JSON, or null where none is declared or what is
+    declared breaks clauses.
+    """
+    del arrays
+    opened = open_launch(session)
+    models = []
+    for config in arguments["configs"]:
+        ctx = replace(opened.ctx, config=Config(config), model=None)
+        model, findings = opened.plugin.declare(ctx)
+        models.append(None if model is None or findings else model.canonical_json())
+    return Message({"models": models})
 
 
 def open_launch(

@@ -16,17 +16,19 @@ from kvc_conformance.child import Session
 from kvc_conformance.probes.declare import open_launch
 from kvcontract.contract.errors import InternalFault, KvContractError, PluginFault
 from kvcontract.contract.layout import Space, layout, with_page_tokens
-from kvcontract.contract.model import KvModel
+from kvcontract.contract.model import Conversion, KvModel
 from kvcontract.contract.wire import Part, parts, wire_record
 from kvcontract.core.lane import InlineLane
 from kvcontract.memory.binding import Binding
-from kvcontract.memory.repack import resolve
+from kvcontract.memory.repack import converted, resolve
 from kvcontract.store.worker import Worker
 from kvcontract.tiers.base import Buffers, SaveClass
 from kvcontract.tiers.dram import DramTier
 from kvcontract.tiers.frame import header_bytes
 
 CALM_S = 60.0
+_MIDDLE = 1
+"""Number of the block that a conversion is handed, of three."""
 
 
 def declared(session: Session, page_tokens: int | None, record_pages: int = 1) -> KvModel:
@@ -171,36 +173,118 @@ def importable(session: Session, arguments: dict[str, Any], arrays: Mapping[str,
 
 
 def conversion(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
-    """Call a conversion by itself: many times to the wire and back, into memory with two kinds of poison.
+    """Call a conversion by itself: many times to the wire and back, into poisoned memory.
 
-    Arguments: ``page_tokens``, ``repeats``.  Arrays: ``arena|field`` uint8[1, *axes, width].
-    Returns, as bytes of all fields, ``source`` and ``source_after`` uint8[n], ``wire`` and ``back``
-    uint8[repeats, n].
+    Arguments: ``page_tokens``, ``repeats``, ``poisons`` (bytes, by turns).
+    Arrays: ``arena|field`` uint8[1, *axes, width].
+    Returns ``wire`` and ``back`` uint8[repeats, n], the bytes of all fields, and ``fields``, of each of the
+    two, each name and size; ``stored|PART`` uint8[blocks, bytes], what `unconverted` takes; ``changed``,
+    which of ``to_wire`` and ``from_wire`` changed what they read; ``beyond``, how many bytes each wrote that
+    it was not given.
     """
     model = declared(session, arguments["page_tokens"])
     repack = model.repack
     if repack is None or isinstance(repack.conversion, str):
         raise InternalFault("a conversion was called for where none is declared")
-    to_wire, from_wire = resolve(repack.conversion.to_wire), resolve(repack.conversion.from_wire)
-    wired = model.model_copy(update={"arenas": repack.arenas, "repack": None})
-    found: dict[str, list[NDArray[np.uint8]]] = {"source": [], "source_after": [], "wire": [], "back": []}
+    wired = _wired(model)
+    found: dict[str, list[NDArray[np.uint8]]] = {"wire": [], "back": []}
+    stored: dict[str, NDArray[np.uint8]] = {}
+    changed, beyond = set[str](), dict[str, int]()
+    fields: dict[str, list[tuple[str, int]]] = {"wire": [], "back": []}
     for part in parts(model):
-        device = _views(model, part, arrays)
-        found["source"].append(_bytes(device))
+        device = _Page(model, part, arrays=arrays)
         wires, backs = [], []
         for number in range(arguments["repeats"]):
-            poison = 0xFF if number % 2 else 0x00
-            wire = _views(wired, part, None, poison)
-            to_wire(device, wire)
-            back = _views(model, part, None, poison)
-            from_wire({name: view.clone() for name, view in wire.items()}, back)
-            wires.append(_bytes(wire))
-            backs.append(_bytes(back))
-        found["source_after"].append(_bytes(device))
+            poison = arguments["poisons"][number % len(arguments["poisons"])]
+            wire, back = _Page(wired, part, poison), _Page(model, part, poison)
+            for name, src, dst in (("to_wire", device, wire), ("from_wire", wire, back)):
+                before = src.image
+                _convert(repack.conversion, name, src, dst)
+                changed |= {name} if (src.image != before).any() else set()
+                beyond[name] = max(beyond.get(name, 0), dst.beyond)
+            stored.setdefault(f"stored|{part.name}", wire.image)
+            if not number:
+                fields["wire"] += wire.fields
+                fields["back"] += back.fields
+            wires.append(wire.content)
+            backs.append(back.content)
         found["wire"].append(np.stack(wires))
         found["back"].append(np.stack(backs))
     joined = {name: np.concatenate(pieces, axis=-1) for name, pieces in found.items()}
-    return Message({}, joined)
+    return Message({"changed": sorted(changed), "beyond": beyond, "fields": fields}, {**joined, **stored})
+
+
+def unconverted(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """Call a conversion from the wire alone.
+
+    Arguments: ``page_tokens``.  Arrays: ``stored|PART``, from `conversion`.  Returns ``back`` uint8[n].
+    """
+    model = declared(session, arguments["page_tokens"])
+    repack = model.repack
+    if repack is None or isinstance(repack.conversion, str):
+        raise InternalFault("a conversion was called for where none is declared")
+    backs = []
+    for part in parts(model):
+        wire, back = _Page(_wired(model), part), _Page(model, part)
+        wire.memory.copy_(torch.from_numpy(np.array(arrays[f"stored|{part.name}"])))
+        _convert(repack.conversion, "from_wire", wire, back)
+        backs.append(back.content)
+    return Message({}, {"back": np.concatenate(backs)})
+
+
+def _wired(model: KvModel) -> KvModel:
+    """The wire form, as if it were the device's."""
+    stored = () if model.repack is None else model.repack.arenas
+    return model.model_copy(update={"arenas": stored, "repack": None})
+
+
+def _convert(conversion: Conversion, name: str, src: _Page, dst: _Page) -> None:
+    full: str = getattr(conversion, name)
+    converted(resolve(full), full, dict(src.views), dict(dst.views), [_MIDDLE])
+
+
+class _Page:
+    """One block of a part between two others, as a conversion is handed it."""
+
+    def __init__(
+        self, model: KvModel, part: Part, poison: int = 0, *, arrays: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
+        binding = Binding.allocate(layout(model).space(part.space), _MIDDLE + 2)
+        self.memory = _page_first(binding)
+        mine = {arena.name for arena in model.arenas if arena.group in part.groups}
+        self.views = {
+            f"{arena}/{name}": view[_MIDDLE] for (arena, name), view in binding.views.items() if arena in mine
+        }
+        self.memory.zero_()
+        for view in self.views.values():
+            view.view(torch.uint8).fill_(1)
+        self._outside = self.image == 0
+        self._poison = poison
+        self.memory.fill_(poison)
+        if arrays is not None:
+            _fill(binding, arrays, [_MIDDLE])
+
+    @property
+    def image(self) -> NDArray[np.uint8]:
+        """All bytes."""
+        image: NDArray[np.uint8] = self.memory.numpy().copy()
+        return image
+
+    @property
+    def content(self) -> NDArray[np.uint8]:
+        """The bytes of all fields."""
+        flat = [view.contiguous().view(torch.uint8).reshape(-1).numpy() for view in self.views.values()]
+        return np.concatenate(flat)
+
+    @property
+    def fields(self) -> list[tuple[str, int]]:
+        """Name and bytes of each field of `content`."""
+        return [(name, view.numel() * view.element_size()) for name, view in self.views.items()]
+
+    @property
+    def beyond(self) -> int:
+        """How many bytes that belong to no field have been written."""
+        return int((self.image[self._outside] != self._poison).sum())
 
 
 def refusals(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
@@ -296,20 +380,3 @@ def _fill(binding: Binding, arrays: Mapping[str, NDArray[Any]], blocks: Any) -> 
 def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """uint8[..., width] as elements of a dtype, bit for bit."""
     return raw.contiguous().view(dtype)[..., 0]
-
-
-def _views(
-    model: KvModel, part: Part, arrays: Mapping[str, NDArray[Any]] | None, poison: int = 0
-) -> dict[str, torch.Tensor]:
-    """One block's fields of a part in memory of their own, as a conversion is handed them."""
-    binding = Binding.allocate(layout(model).space(part.space), 1)
-    _page_first(binding).fill_(poison)
-    if arrays is not None:
-        _fill(binding, arrays, [0])
-    mine = {arena.name for arena in model.arenas if arena.group in part.groups}
-    return {f"{arena}/{name}": view[0] for (arena, name), view in binding.views.items() if arena in mine}
-
-
-def _bytes(views: Mapping[str, torch.Tensor]) -> NDArray[np.uint8]:
-    flat = [view.contiguous().view(torch.uint8).reshape(-1).numpy() for view in views.values()]
-    return np.concatenate(flat)

@@ -6,6 +6,7 @@ The model has its own cache and its own attention, and finds positions and masks
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 
 from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
-from kvcontract.contract.errors import require
-from kvcontract.engine.checkpoint import load_model, random_checkpoint
+from kvc_conformance.facts import without
+from kvcontract.contract.errors import MissingExtra, require
+from kvcontract.engine.checkpoint import hf_config, load_model, random_checkpoint
 
 
 def build(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
@@ -25,6 +27,29 @@ def build(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     del session, arrays
     random_checkpoint(arguments["config"], arguments["folder"], arguments["seed"])
     return Message({})
+
+
+def completed(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
+    """What transformers takes for a key that a config lacks, for one key at a time.
+
+    Arguments: ``config``, ``paths`` (of keys, each a list).
+    Returns ``found``, for each path a list of its value; empty where there is none to speak of.
+    """
+    del session, arrays
+    return Message({"found": [_completed(arguments["config"], path) for path in arguments["paths"]]})
+
+
+def _completed(config: Mapping[str, Any], path: list[str]) -> list[Any]:
+    try:
+        found: Any = hf_config(require("transformers", "hf"), without(config, path))
+        for key in path:
+            found = getattr(found, key)
+        json.dumps(found, allow_nan=False)
+    except MissingExtra:
+        raise
+    except Exception:  # noqa: BLE001 - a config that transformers does not take, or a value of its own types
+        return []
+    return [found]
 
 
 def run(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
