@@ -24,11 +24,12 @@ MARKED = """
 
     @hookimpl
     def kvc_model(ctx):
-        k = Field(name="k", dtype="float16", axes={"head": HEADS, "dim": 4})
+        dtype = ctx.options.kv_dtype or "float16"
+        k = Field(name="k", dtype=dtype, axes={"head": HEADS, "dim": 4})
         arenas = tuple(Arena.planes(name=f"l{i}", group="kv", layer=i, fields=(k,)) for i in range(LAYERS))
         return KvModel(
-            contract=1, name="mine", weights=ctx.weights, numerics="float16",
-            page_tokens=ctx.options.page_tokens or 4, groups=(Group(name="kv"),), arenas=arenas,
+            contract=1, name="mine", weights=ctx.weights, numerics=dtype,
+            key_tokens=ctx.options.key_tokens, page_tokens=ctx.options.page_tokens or 4, groups=(Group(name="kv"),), arenas=arenas,
         )
 """
 
