@@ -1,5 +1,6 @@
 # Everything runs in a virtual environment inside the clone.
 #   make conformance    set up, then certify the qwen3 plugin on a small generated checkpoint
+#   make zoo            certify every plugin that is wrong on purpose, and write docs/zoo.md
 #   make test           set up, then lint, type-check and test
 # TORCH is what pip is asked for first; set it to take another build, for example a CUDA one:
 #   make conformance TORCH=torch==2.11.0
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup conformance test lint types tests test-slow test-cuda test-wheel clean
+.PHONY: setup conformance test lint types tests test-slow test-cuda test-wheel zoo clean
 
 setup: $(READY)
 
@@ -48,6 +49,10 @@ test-cuda: setup
 # Builds the wheels, installs them into an empty environment outside the clone, certifies there.
 test-wheel: setup
 	TORCH='$(TORCH)' $(BIN)/python -m pytest -m wheel
+
+# Every animal of the zoo, by every clause: half an hour on two cores.
+zoo: setup
+	$(BIN)/python tests/zoo/matrix.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

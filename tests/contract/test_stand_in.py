@@ -29,7 +29,8 @@ MARKED = """
         arenas = tuple(Arena.planes(name=f"l{i}", group="kv", layer=i, fields=(k,)) for i in range(LAYERS))
         return KvModel(
             contract=1, name="mine", weights=ctx.weights, numerics=dtype,
-            key_tokens=ctx.options.key_tokens, page_tokens=ctx.options.page_tokens or 4, groups=(Group(name="kv"),), arenas=arenas,
+            key_tokens=ctx.options.key_tokens, page_tokens=ctx.options.page_tokens or 4,
+            groups=(Group(name="kv"),), arenas=arenas,
         )
 """
 

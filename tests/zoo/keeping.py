@@ -20,10 +20,19 @@ from kvc_conformance.runner import Report, Request
 from kvcontract.contract.clauses import Level
 
 ZOO: Final = Path(__file__).parent
-Ground = Literal["models", "runtime", "tiers", "good"]
-"""Broken plugins of models; sound plugins over a spoilt runtime; broken tiers; plugins that must pass."""
+Ground = Literal["models", "runtime", "tiers", "good", "installed"]
+"""Broken plugins of models; sound plugins over a spoilt runtime; broken tiers; plugins that must pass, of the
+zoo and of the repository."""
 
 SPOILT: Final[tuple[Ground, ...]] = ("models", "runtime", "tiers")
+GOOD: Final[tuple[Ground, ...]] = ("good", "installed")
+INSTALLED: Final = {
+    "gemma4": "full attention and windows, some layers with the state of others",
+    "qwen3": "dense attention, queries in groups",
+    "qwen35": "linear attention, whose states are rewritten at each token, beside full attention",
+}
+"""Plugins of the repository, and what each is."""
+
 CRASHES: Final = frozenset({"KVC-DECL-01"})
 """Clauses that a crash may be the failure of."""
 
@@ -51,9 +60,9 @@ class Animal:
     level: Level = "L2"
 
     @property
-    def file(self) -> Path:
-        """Where it is."""
-        return ZOO / self.ground / f"{self.name}.py"
+    def file(self) -> Path | None:
+        """Where it is; None: it is installed."""
+        return None if self.ground == "installed" else ZOO / self.ground / f"{self.name}.py"
 
     def request(self, *clauses: str) -> Request:
         """Certify it whole, or by some clauses."""
@@ -64,7 +73,13 @@ class Animal:
 
 def animals(*grounds: Ground) -> list[Animal]:
     """All that live there, by name."""
-    return [_read(ground, file) for ground in grounds for file in sorted((ZOO / ground).glob("*.py"))]
+    return [animal for ground in grounds for animal in _of(ground)]
+
+
+def _of(ground: Ground) -> list[Animal]:
+    if ground == "installed":
+        return [Animal(name, ground, about) for name, about in INSTALLED.items()]
+    return [_read(ground, file) for file in sorted((ZOO / ground).glob("*.py"))]
 
 
 def _read(ground: Ground, file: Path) -> Animal:
