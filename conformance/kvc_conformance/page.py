@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, StrictUndefined
 
+from kvc_conformance.claims import claims
 from kvc_conformance.outcomes import BROKEN, HOLDS, Outcome, Result, fold
 from kvc_conformance.report import WORDS, failure, whole
 from kvc_conformance.runner import Report, results_by_clause
@@ -21,6 +22,9 @@ COLOURS: Final = 8
 
 FIELDS_SHOWN: Final = 12
 """Rows of a space's table; of a model of many layers the rest look the same."""
+
+ENTRIES_SHOWN: Final = 6
+"""Of a list in a config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +55,34 @@ def page(report: Report) -> str:
     )
     text = files("kvc_conformance").joinpath("page.html.j2").read_text(encoding="utf-8")
     request, worst = report.request, fold(report.results)
-    broken = [result for result in report.results if result.outcome in BROKEN]
+    told = [
+        ["\n".join(failure(result, request)) for result in results if result.outcome in BROKEN]
+        for _, results in results_by_clause(report.results)
+    ]
+    env = dict(report.environment)
+    shrunk = env.pop("shrunk", {})
     return environment.from_string(text).render(
         name=request.name,
         kind="tier" if request.tier else "model",
         verdict=report.verdict,
         levels=_levels(worst),
         counts=Counter(WORDS[outcome] for outcome in worst.values()),
-        failures=["\n".join(failure(result, request)) for result in broken],
+        failures=[texts for texts in told if texts],
+        claims={} if report.model is None else claims(report.model, worst),
         clauses=[_row(clause_id, results, worst[clause_id]) for clause_id, results in _by_level(report)],
         again=whole(request),
         spaces=[] if report.model is None else _spaces(report.model),
         declared=report.model,
-        env=report.environment,
+        env=env,
+        shrunk=[(key, _short(was), _short(now)) for key, (was, now) in shrunk.items()],
     )
+
+
+def _short(value: Any) -> str:
+    """A value of a config; of a long list, its length."""
+    if isinstance(value, list) and len(value) > ENTRIES_SHOWN:
+        return f"{len(value)} entries"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _by_level(report: Report) -> list[tuple[str, list[Result]]]:
