@@ -288,12 +288,14 @@ def _must(bench: Bench, model: KvModel, refused: str | None, **more: Any) -> Non
     }
     found = bench.small_child.call("store.refusal", arguments).body
     if refused is None and found["clauses"] is not None:
-        raise Failed(f"this must be served, and was refused: {found['text']}")
+        raise Failed(f"this must be served, and was refused: {found['text']}", fault="runtime")
     if refused is not None and found["clauses"] is None:
         weights = model.weights.kind
-        raise Failed(f"{refused} (weights: {weights}) must be refused with {OFFLOAD_05}, and was accepted")
+        saw = f"{refused} (weights: {weights}) must be refused with {OFFLOAD_05}, and was accepted"
+        raise Failed(saw, fault="runtime")
     if refused is not None and set(found["clauses"]) != {OFFLOAD_05}:
-        raise Failed(f"{refused} was refused with {found['clauses']}, not {OFFLOAD_05}: {found['text']}")
+        saw = f"{refused} was refused with {found['clauses']}, not {OFFLOAD_05}: {found['text']}"
+        raise Failed(saw, fault="runtime")
 
 
 CHECKS: Final[tuple[Check, ...]] = (
