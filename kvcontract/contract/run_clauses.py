@@ -18,7 +18,7 @@ SOUND: Final = (
     "KVC-REPACK-01",
 )
 _LAID_OUT = ("KVC-LAYOUT-05", "KVC-LAYOUT-07", "KVC-REPACK-03")
-_BESIDE = ("KVC-BOUNDED-03", "KVC-BOUNDED-04", "KVC-BOUNDED-05")
+_BESIDE = ("KVC-BOUNDED-03", "KVC-BOUNDED-04")
 
 RUN: Final[tuple[Clause, ...]] = (
     Clause(
@@ -52,7 +52,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="Its slot, given to another, would be that one's state in this one's answer.",
         fix="Report a fault of kvcontract with the seed.",
         rests_on=("F4", "E4"),
-        requires=("KVC-BOUNDED-02",),
+        requires=("KVC-BOUNDED-05",),
     ),
     Clause(
         id="KVC-BOUNDED-04",
@@ -63,7 +63,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="Full pages without the state at their end are worth nothing, and are others' room.",
         fix="Report a fault of kvcontract.",
         rests_on=("F5", "R2"),
-        requires=("KVC-BOUNDED-02", "KVC-PREFIX-08"),
+        requires=("KVC-BOUNDED-05", "KVC-PREFIX-08"),
     ),
     Clause(
         id="KVC-BOUNDED-05",
@@ -223,7 +223,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="Late answers, lies, crashes and cancelled calls meet in orders that nobody writes a test for.",
         fix="Report a fault of kvcontract with the trace; `kvc replay` plays it again.",
         rests_on=("R2", "R3", "R4", "R8", "A3", "A6", "C1", "C3"),
-        requires=("KVC-OFFLOAD-03", "KVC-OFFLOAD-04", "KVC-PREFIX-07"),
+        requires=("KVC-OFFLOAD-04",),
     ),
     Clause(
         id="KVC-OFFLOAD-05",
