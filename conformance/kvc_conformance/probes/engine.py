@@ -52,9 +52,9 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     """Put an engine together under a name.
 
     Arguments: ``id``, ``dtype`` (computed in), ``asked`` (whether the plugin is asked to keep it, too),
-    ``page_tokens``, ``pages``, ``tier_bytes`` (of a DRAM tier; 0: none), ``disk`` (folder of a disk tier, or null),
-    ``prefix_cache``, ``max_batch_tokens``, ``max_chunk_tokens``, ``max_requests``; limits are cut to what the
-    executor takes.
+    ``page_tokens``, ``pages``, ``tier_bytes`` (of a DRAM tier; 0: none), ``disk`` (folder of a disk tier, or
+    null), ``prefix_cache``, ``max_batch_tokens``, ``max_chunk_tokens``, ``max_requests``; limits are cut to
+    what the executor takes.
     Returns ``model`` (JSON), ``vocab_size``, ``placeholder_ids``, ``max_context_tokens``, ``max_requests``,
     ``max_batch_tokens``, ``where`` (whose code runs the model), ``arenas``: name -> [region, offset, stride,
     blocks], see `run`.
