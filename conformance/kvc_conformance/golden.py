@@ -225,8 +225,8 @@ def beyond_bounds(
             f"{run.label}, against {other}: {'; '.join(broken)}",
             f"worst: position {position}, {stage(run, position)}; {relation(position, page_tokens)}",
             (
-                f"rounding to {min(bits, COMPUTED_BITS)} bits stays below these bounds; more is precision lost"
-                " in the cache, or rows that are wrong (then KVC-PREFIX-01 says which)"
+                f"rounding to {min(bits, COMPUTED_BITS)} bits stays below these bounds; more is precision"
+                " lost in the cache, or rows that are wrong (then KVC-PREFIX-01 says which)"
             ),
         ]
     )
