@@ -16,8 +16,11 @@ from kvc_conformance.footprint import Batch, Place
 from kvc_conformance.golden import Run, nan_words
 from kvcontract.contract.model import KvModel
 
-DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16"}
-"""Short names of precisions, as torch spells them."""
+OWN: Final = "as declared"
+"""The cache as it is kept when nobody asks for a type."""
+
+DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", OWN: "bfloat16"}
+"""Short names of precisions, as torch spells what is computed in."""
 
 TIMEOUT_S: Final = 240.0
 
@@ -205,6 +208,7 @@ def engine_rig(bench: Bench, key: str, dtype: str, page_tokens: int, **settings:
     arguments = {
         "id": key,
         "dtype": DTYPES[dtype],
+        "asked": dtype != OWN,
         "page_tokens": page_tokens,
         "tier_bytes": 0,
         "disk": None,

@@ -23,6 +23,13 @@ MAX_REGRET_NAT: Final = 0.20
 
 MAX_MEAN_NAT: Final = 0.06
 MAX_P99_NAT: Final = 0.20
+
+COMPUTED_BITS: Final = 16
+"""Of the narrowest type that models compute in; what a cache keeps in fewer bits may be further away."""
+
+MAX_RATIO: Final = 2.0
+"""How far we may be from the model in float32, in units of how far the unmodified model is by itself."""
+
 TOP: Final = 8
 """Log-probabilities are compared over the reference's likeliest tokens, so many."""
 
@@ -169,14 +176,21 @@ class Distance:
         top = np.take_along_axis(mine, likeliest, axis=1) - np.take_along_axis(theirs, likeliest, axis=1)
         return cls(theirs.max(axis=1) - picked, np.abs(top))
 
+    @property
+    def mean(self) -> float:
+        """nat, of all differences."""
+        return float(self.top.mean())
+
     def __str__(self) -> str:
         return (
-            f"regret {self.regret.max():.3f} nat at most, top {TOP} mean {self.top.mean():.4f},"
+            f"regret {self.regret.max():.3f} nat at most, top {TOP} mean {self.mean:.4f},"
             f" p99 {np.quantile(self.top, 0.99):.4f} ({len(self.regret)} positions)"
         )
 
 
-def beyond_bounds(run: Run, reference: Logits, page_tokens: int, other: str) -> str | None:
+def beyond_bounds(
+    run: Run, reference: Logits, page_tokens: int, other: str, bits: int = COMPUTED_BITS
+) -> str | None:
     """Gate c: whether a run's distributions stay near another's.
 
     Args:
@@ -184,17 +198,18 @@ def beyond_bounds(run: Run, reference: Logits, page_tokens: int, other: str) -> 
         reference: float32[k, vocab].
         page_tokens: tokens of a page.
         other: whose logits the reference is.
+        bits: of the narrowest element that is declared to be kept; half as many are four times the bounds.
     """
     if not np.isfinite(run.logits).all() or run.logits.shape != reference.shape:
         return (
             f"{run.label}: logits are not finite, or not of shape {list(reference.shape)} like {other}'s:"
             f" {list(run.logits.shape)}"
         )
-    found = Distance.of(run.logits, reference)
+    found, room = Distance.of(run.logits, reference), max(1.0, COMPUTED_BITS / bits) ** 2
     measured = (
-        ("regret of the best token", float(found.regret.max()), MAX_REGRET_NAT),
-        (f"mean |log-probability difference| over the top {TOP}", float(found.top.mean()), MAX_MEAN_NAT),
-        (f"its 99th percentile over the top {TOP}", float(np.quantile(found.top, 0.99)), MAX_P99_NAT),
+        ("regret of the best token", float(found.regret.max()), room * MAX_REGRET_NAT),
+        (f"mean |log-probability difference| over the top {TOP}", found.mean, room * MAX_MEAN_NAT),
+        (f"its 99th percentile over the top {TOP}", float(np.quantile(found.top, 0.99)), room * MAX_P99_NAT),
     )
     broken = [
         f"{what}: {value:.3f} nat, allowed {bound:.2f}"
@@ -210,10 +225,29 @@ def beyond_bounds(run: Run, reference: Logits, page_tokens: int, other: str) -> 
             f"{run.label}, against {other}: {'; '.join(broken)}",
             f"worst: position {position}, {stage(run, position)}; {relation(position, page_tokens)}",
             (
-                "rounding of bfloat16 stays below these bounds; more is precision lost in the cache, or rows"
-                " that are wrong (then KVC-PREFIX-01 says which)"
+                f"rounding to {min(bits, COMPUTED_BITS)} bits stays below these bounds; more is precision"
+                " lost in the cache, or rows that are wrong (then KVC-PREFIX-01 says which)"
             ),
         ]
+    )
+
+
+def less_exact(run: Run, reference: Logits, exact: Logits, dtype: str) -> str | None:
+    """Gate c: whether a run is further from the model in float32 than computing in its own type explains.
+
+    Args:
+        run: with logits of the same positions as the others.
+        reference: float32[k, vocab], of the unmodified model in the run's type.
+        exact: float32[k, vocab], of the unmodified model in float32.
+        dtype: that type.
+    """
+    ours, own = Distance.of(run.logits, exact).mean, Distance.of(reference, exact).mean
+    if ours <= MAX_RATIO * own + MAX_DIFFERENCE:
+        return None
+    return (
+        f"{run.label}: {ours:.4f} nat away from the unmodified model in float32 (mean over the top {TOP}); in"
+        f" {dtype} the unmodified model itself is {own:.4f} away, and {MAX_RATIO:g} times that is allowed\n"
+        f"precision is lost in the cache: look for a type narrower than {dtype} that rows are converted to"
     )
 
 

@@ -388,6 +388,9 @@ def _raised(error: ProbeFailed, clause_id: str) -> tuple[Outcome, Evidence]:
     if error.kind == REFUSED:  # the library's own judgement of what the plugin brings, in words
         return Outcome.FAIL, Evidence(error.text, error.where, trace, "plugin")
     plugin = error.from_plugin or error.kind in PLUGIN_FAULTS
+    if clause(clause_id).who == "runtime" and not plugin:  # what it does under a script is what is judged
+        saw = f"in the middle of the script the runtime raised {error.kind}: {error.text}"
+        return Outcome.FAIL, Evidence(saw, error.where, trace, "runtime")
     outcome = Outcome.FAIL if error.clause == clause_id else Outcome.ERROR
     fault: Fault = "plugin" if plugin else "runtime"
     return outcome, Evidence(f"{error.kind}: {error.text}", error.where, trace, fault)

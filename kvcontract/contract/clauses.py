@@ -246,7 +246,7 @@ _REGISTRY: Final[tuple[Clause, ...]] = (
         why="K where V belongs has the right shape and gives fluent, wrong answers.",
         fix="Compare to_wire and from_wire field by field; the failure decodes what was found where.",
         rests_on=("E6",),
-        requires=("KVC-REPACK-04",),
+        requires=("KVC-LAYOUT-06", "KVC-REPACK-04"),
     ),
     Clause(
         id="KVC-REPACK-04",

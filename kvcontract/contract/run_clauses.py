@@ -17,9 +17,8 @@ SOUND: Final = (
     "KVC-LAYOUT-04",
     "KVC-REPACK-01",
 )
-_LAID_OUT = ("KVC-LAYOUT-06", "KVC-REPACK-03")
-_RUNS = ("KVC-LAYOUT-05", "KVC-PREFIX-01")
-_BESIDE = ("KVC-BOUNDED-02", "KVC-PREFIX-08")
+_LAID_OUT = ("KVC-LAYOUT-05", "KVC-LAYOUT-07", "KVC-REPACK-03")
+_BESIDE = ("KVC-BOUNDED-03", "KVC-BOUNDED-04")
 
 RUN: Final[tuple[Clause, ...]] = (
     Clause(
@@ -31,7 +30,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="A request that is cut where the kernel is not computes other numbers than an uncut one.",
         fix="Declare as boundary_tokens the tokens that the prefill kernel works through at a time.",
         rests_on=("F2",),
-        requires=_RUNS,
+        requires=("KVC-PREFIX-01",),
     ),
     Clause(
         id="KVC-BOUNDED-02",
@@ -42,7 +41,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="Live state is rewritten by its owner: what is shared must be a copy, and of the right moment.",
         fix="Report a fault of kvcontract; the failure decodes whose state was found.",
         rests_on=("F1", "F2", "F3", "R3"),
-        requires=("KVC-LAYOUT-05",),
+        requires=_LAID_OUT,
     ),
     Clause(
         id="KVC-BOUNDED-03",
@@ -53,7 +52,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="Its slot, given to another, would be that one's state in this one's answer.",
         fix="Report a fault of kvcontract with the seed.",
         rests_on=("F4", "E4"),
-        requires=("KVC-BOUNDED-02",),
+        requires=("KVC-BOUNDED-05",),
     ),
     Clause(
         id="KVC-BOUNDED-04",
@@ -64,7 +63,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="Full pages without the state at their end are worth nothing, and are others' room.",
         fix="Report a fault of kvcontract.",
         rests_on=("F5", "R2"),
-        requires=("KVC-LAYOUT-05",),
+        requires=("KVC-BOUNDED-05", "KVC-PREFIX-08"),
     ),
     Clause(
         id="KVC-BOUNDED-05",
@@ -96,7 +95,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="State that a page does not hold (a counter, a cached tensor) is lost on reuse.",
         fix="Keep everything a later step reads in the declared arenas.",
         rests_on=("R2", "B19"),
-        requires=_RUNS,
+        requires=("KVC-PREFIX-01", "KVC-PREFIX-05"),
     ),
     Clause(
         id="KVC-PREFIX-03",
@@ -105,7 +104,7 @@ RUN: Final[tuple[Clause, ...]] = (
         rule="At serving precision, logits stay within bounds of regret against the original.",
         why="A precision that is lost in the cache shows only there.",
         fix="Store what the model computes; declare a narrower dtype as such.",
-        requires=_RUNS,
+        requires=("KVC-PREFIX-01", "KVC-PREFIX-05"),
     ),
     Clause(
         id="KVC-PREFIX-04",
@@ -115,7 +114,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="A write outside is another request's state, and what lay there before a stranger's.",
         fix="Address rows by the page table, slots by step.slots; start from nothing at context_len 0.",
         rests_on=("B17", "B21", "E5", "F1", "F3"),
-        requires=("KVC-LAYOUT-05", *_LAID_OUT),
+        requires=_LAID_OUT,
     ),
     Clause(
         id="KVC-PREFIX-05",
@@ -126,7 +125,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="A full hit without a token to run has no logits; a partial page is not immutable.",
         fix="Report a fault of kvcontract with the trace.",
         rests_on=("A12", "A13", "B19"),
-        requires=("KVC-LAYOUT-05", *_BESIDE),
+        requires=(*_LAID_OUT, *_BESIDE),
     ),
     Clause(
         id="KVC-PREFIX-06",
@@ -137,7 +136,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="Another tenant's or another adapter's state would be served.",
         fix="Report a fault of kvcontract.",
         rests_on=("D1", "D2", "D6"),
-        requires=SOUND,
+        requires=("KVC-OFFLOAD-01",),
     ),
     Clause(
         id="KVC-PREFIX-07",
@@ -148,7 +147,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="A page given out twice is two requests writing one memory.",
         fix="Report a fault of kvcontract with the seed.",
         rests_on=("B2", "B3", "B4", "B11", "B14", "B15", "B16", "B21"),
-        requires=("KVC-LAYOUT-05", *_BESIDE),
+        requires=("KVC-PREFIX-05", "KVC-PREFIX-06"),
     ),
     Clause(
         id="KVC-PREFIX-08",
@@ -159,7 +158,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="One page fewer is a hole in every answer; one more is room that others wait for.",
         fix="Report a fault of kvcontract.",
         rests_on=("R2", "F5", "B14"),
-        requires=("KVC-LAYOUT-05",),
+        requires=_LAID_OUT,
     ),
     Clause(
         id="KVC-PREFIX-09",
@@ -180,7 +179,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="A restored page is trusted like a computed one.",
         fix="Report a fault of kvcontract; the failure decodes what was found where.",
         rests_on=("R3", "E1", "E7"),
-        requires=("KVC-LAYOUT-05", *_LAID_OUT, *_BESIDE),
+        requires=("KVC-PREFIX-05",),
     ),
     Clause(
         id="KVC-OFFLOAD-02",
@@ -213,7 +212,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="A leak of one page a request is an outage within the hour.",
         fix="Report a fault of kvcontract with the seed.",
         rests_on=("R8", "A6", "C1", "C6", "C10"),
-        requires=("KVC-LAYOUT-05", *_BESIDE),
+        requires=("KVC-PREFIX-07", "KVC-OFFLOAD-03"),
     ),
     Clause(
         id="KVC-OFFLOAD-06",
@@ -224,7 +223,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="Late answers, lies, crashes and cancelled calls meet in orders that nobody writes a test for.",
         fix="Report a fault of kvcontract with the trace; `kvc replay` plays it again.",
         rests_on=("R2", "R3", "R4", "R8", "A3", "A6", "C1", "C3"),
-        requires=("KVC-OFFLOAD-03", "KVC-OFFLOAD-04", "KVC-PREFIX-07"),
+        requires=("KVC-OFFLOAD-04",),
     ),
     Clause(
         id="KVC-OFFLOAD-05",

@@ -15,6 +15,7 @@ from kvc_conformance.golden import (
     Logits,
     Run,
     beyond_bounds,
+    less_exact,
     nan_words,
     relation,
     wrong_bits,
@@ -226,6 +227,27 @@ def test_prefix_03_each_bound_can_be_broken(spoil: Callable[[Logits], None], wor
     said = beyond_bounds(request(rows), logits(), PAGE, "the original")
     assert said is not None
     assert words in said
+
+
+def test_prefix_03_a_cache_of_fewer_bits_may_be_further_away() -> None:
+    """What breaks the bounds of 16 bits is within those of 8."""
+    rows = logits()
+    _noise(rows)
+    assert beyond_bounds(request(rows), logits(), PAGE, "the original", 8) is None
+
+
+def test_prefix_03_precision_is_measured_in_what_the_original_loses_by_itself() -> None:
+    """Other rounding of the same size passes; three times as much is a narrower type somewhere."""
+    exact = logits()
+
+    def off_by(scale: float, seed: int) -> Logits:
+        noise = np.random.default_rng(seed).normal(scale=scale, size=exact.shape)
+        return exact + noise.astype(np.float32)
+
+    assert less_exact(request(off_by(0.01, 3)), off_by(0.01, 4), exact, "bfloat16") is None
+    said = less_exact(request(off_by(0.03, 3)), off_by(0.01, 4), exact, "bfloat16")
+    assert said is not None
+    assert "look for a type narrower than bfloat16" in said
 
 
 def test_prefix_03_regret_is_the_references() -> None:

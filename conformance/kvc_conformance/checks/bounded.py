@@ -85,4 +85,4 @@ def _apart(model: KvModel, one: Any, other: Any) -> float:
     return max(found)
 
 
-CHECKS: Final[tuple[Check, ...]] = (Check("KVC-BOUNDED-01", _cut, page_cases("bf16")),)
+CHECKS: Final[tuple[Check, ...]] = (Check("KVC-BOUNDED-01", _cut, page_cases(dtypes=("bf16",))),)

@@ -51,17 +51,17 @@ DISK_BYTES: Final = 1 << 28
 def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
     """Put an engine together under a name.
 
-    Arguments: ``id``, ``dtype`` (computed in, and kept in where the plugin honours it), ``page_tokens``,
-    ``pages``, ``tier_bytes`` (of a DRAM tier; 0: none), ``disk`` (folder of a disk tier, or null),
-    ``prefix_cache``, ``max_batch_tokens``, ``max_chunk_tokens``, ``max_requests``; limits are cut to what the
-    executor takes.
+    Arguments: ``id``, ``dtype`` (computed in), ``asked`` (whether the plugin is asked to keep it, too),
+    ``page_tokens``, ``pages``, ``tier_bytes`` (of a DRAM tier; 0: none), ``disk`` (folder of a disk tier, or
+    null), ``prefix_cache``, ``max_batch_tokens``, ``max_chunk_tokens``, ``max_requests``; limits are cut to
+    what the executor takes.
     Returns ``model`` (JSON), ``vocab_size``, ``placeholder_ids``, ``max_context_tokens``, ``max_requests``,
     ``max_batch_tokens``, ``where`` (whose code runs the model), ``arenas``: name -> [region, offset, stride,
     blocks], see `run`.
     """
     del arrays
     torch.set_num_threads(1)  # small matrices: threads cost more than they save
-    opened = open_for(session, arguments["dtype"], arguments["page_tokens"])
+    opened = open_for(session, arguments["dtype"], arguments["page_tokens"], asked=arguments["asked"])
     runner, where = runner_of(session, opened)
     recorder = _OwningRecorder(runner) if isinstance(runner, OwnsArenas) else _Recorder(runner)
     bounds = runner.limits

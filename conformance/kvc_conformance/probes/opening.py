@@ -14,10 +14,17 @@ from kvcontract.engine.build import generic_executor
 from kvcontract.engine.checkpoint import load_model
 
 
-def open_for(session: Session, dtype: str, page_tokens: int | None) -> Launch:
-    """The launch for a precision; a plugin that cannot keep it is asked for what it keeps by itself."""
+def open_for(session: Session, dtype: str, page_tokens: int | None, *, asked: bool = True) -> Launch:
+    """The launch for a precision; a plugin that cannot keep it is asked for what it keeps by itself.
+
+    Args:
+        session: with the plugin's job.
+        dtype: computed in.
+        page_tokens: of a page; None leaves it to the plugin.
+        asked: whether the cache is to keep that type, too.
+    """
     options = {"page_tokens": page_tokens or session.job["options"].get("page_tokens"), "tp": 1}
-    opened = open_launch(session, {**options, "kv_dtype": dtype}, dtype=dtype)
+    opened = open_launch(session, {**options, "kv_dtype": dtype if asked else None}, dtype=dtype)
     if any(finding.path == "options.kv_dtype" for finding in opened.findings):
         opened = open_launch(session, {**options, "kv_dtype": None}, dtype=dtype)
     return opened
