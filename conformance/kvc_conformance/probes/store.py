@@ -405,7 +405,7 @@ def close(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
 
 
 def refusal(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
-    """Try `build`; returns the ``clauses`` of the refusal, or null if it was accepted."""
+    """Try `build`; returns the ``clauses`` of the refusal, or null if it was accepted; and its ``text``."""
     del arrays
     try:
         made = _build(session, arguments)
@@ -413,6 +413,8 @@ def refusal(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
         return Message({"clauses": [item.clause for item in refused.findings], "text": str(refused)})
     except Undeclared as refused:
         return Message({"clauses": [refused.clause], "text": str(refused)})
+    except Exception as error:  # noqa: BLE001 - no refusal, but nor was it accepted
+        return Message({"clauses": [], "text": f"{type(error).__name__}: {error}"})
     made.store.close()
     for lane in made.lanes:
         lane.close(10.0)

@@ -1,0 +1,32 @@
+"""Wrong on purpose: begins to build a store over a declaration whose prefixes nobody can reuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kvc_qwen3
+from kvcontract import Context, KvModel, hookimpl
+from kvcontract.store import refuse
+
+KVC_CONTRACT = 1
+TRIPS = "KVC-PREFIX-09"
+SAYS = r"a store must be refused by KVC-PREFIX-09, and was refused without naming a clause: IndexError"
+
+
+def spoil() -> None:
+    """Refuse nothing for what is never restored."""
+    refuse._undeclared = lambda _: []
+
+
+@hookimpl
+def kvc_model(ctx: Context) -> KvModel:
+    """The real declaration; the runtime is spoilt where the suite runs it."""
+    if ctx.config is not None:
+        spoil()
+    return kvc_qwen3.kvc_model(ctx).model_copy(update={"name": "useless_store"})
+
+
+@hookimpl
+def kvc_samples(ctx: Context) -> tuple[dict[str, Any], ...]:
+    """The real geometry."""
+    return kvc_qwen3.kvc_samples(ctx)
