@@ -1,9 +1,9 @@
-"""Judges one mutant: in a process of its own, by what reaches the line, cheapest first, until something objects.
+"""Judges a mutant: in a process of its own, by what reaches it, cheapest first, until something objects.
 
-A process that has imported what is heavy, but nothing of ours, forks for each mutant; there the mutated source
-stands for its module.  Children that the suite starts run the sources as they are: a check judges in the
-parent, and what a plugin and the runtime do is no part of it.  So clauses of `kvcontract.contract.check` and
-`content` are judged by what this process does with them.  One nursery serves all mutants of a worker.
+A process that has imported what is heavy, but nothing of ours, forks for each mutant; there the mutated
+source stands for its module.  Children that the suite starts run the sources as they are: a check judges in
+the parent, and what a plugin and the runtime do is no part of it.  So of `kvcontract.contract.check` and of
+`content` it is judged what this process does with them.  One nursery serves all mutants of a worker.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from judging import PLUGINS, PYTEST, TIERS, ZOO, Ground, Item, animal, shorten, request
+from judging import PLUGINS, PYTEST, TIERS, ZOO, Ground, Item, animal, request, shorten
 from mutating import ROOT, Mutant, modules
 
 LEFT_OUT: Final = frozenset({"test_simulator.py", "test_page.py"})
@@ -264,7 +263,8 @@ def items(found: Map, keys: Iterable[str], killed: Sequence[str] = ()) -> tuple[
     keys = sorted(keys)
     tests = {key.partition(":")[2]: found.seconds[key] for key in keys if key.startswith("tests:")}
     quick = [name for name, seconds in tests.items() if seconds < QUICK_S]
-    every = [Item("tests", (name,), (), seconds + 0.5) for name, seconds in tests.items() if name not in quick]
+    slow = {name: seconds for name, seconds in tests.items() if seconds >= QUICK_S}
+    every = [Item("tests", (name,), (), seconds + 0.5) for name, seconds in slow.items()]
     if quick:
         every.append(Item("tests", tuple(quick), (), 0.5 + sum(tests[name] for name in quick)))
     for key in keys:
@@ -311,5 +311,3 @@ def paths() -> list[Path]:
     files = [file for part in parts for file in (ROOT / part).rglob("*.py")]
     files += [ROOT / "tests" / name for name in BESIDE]
     return sorted(files)
-
-

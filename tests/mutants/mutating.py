@@ -1,11 +1,11 @@
 """Mutants of the suite's checks: one module, one change.
 
-The changes are those of a kept library, `mutmut`: what it does to numbers, strings, names, assignments, calls,
-operators, keywords, conditionals and `match`.  All of a module is changed, its decorated functions and its
-module level too.  Left out is what is no check:
+The changes are those of a kept library, `mutmut`: what it does to numbers, strings, names, assignments,
+calls, operators, keywords, conditionals and `match`.  All of a module is changed, its decorated functions
+and its module level too.  Left out is what is no check:
 
-- docstrings, imports, annotations, ``__all__``, decorators, and defaults that are more than a name, a number or
-  a string;
+- docstrings, imports, annotations, ``__all__``, decorators, and defaults that are more than a name, a number
+  or a string;
 - f-strings, with the expressions in them: they are wording;
 - wording in other literals: what is raised; of `Failed`, `CouldNotRun`, `NotApplicable`, `Evidence`,
   ``rig.fail`` and ``first_few`` the texts (not `fault`, `where` and `trace`); of `Found` the value, what is
@@ -183,30 +183,42 @@ _THROUGH: Final = (
 
 def _spoken(node: cst.CSTNode, above: Sequence[cst.CSTNode]) -> bool:
     """Whether a literal is shown to people, and nothing else is done with it."""
-    inside = any(isinstance(item, cst.FunctionDef) for item in above)
-    blank, keyword, at = _text(node), "", 0
+    blank, keyword = _text(node), ""
     below = node
     for item in reversed(above):
-        if isinstance(item, cst.Arg):
-            keyword = item.keyword.value if item.keyword else ""
-        elif isinstance(item, cst.Call):
-            if any(below is arg for arg in item.args):
-                at = next(i for i, arg in enumerate(item.args) if arg is below)
-            if _called(item) == "Found":
-                return at not in FOUND_KEPT
-            if _called(item) in SPOKEN:
-                return not keyword or keyword in SPOKEN_KEYWORDS
-            return blank and (keyword in SPOKEN_KEYWORDS or _called(item) in {"append", "extend"})
-        elif isinstance(item, cst.Attribute):
-            return item.attr.value == "join"
-        elif isinstance(item, cst.Raise):
-            return True
-        elif isinstance(item, cst.Return | cst.Yield | cst.Assign | cst.AugAssign | cst.AnnAssign):
-            return inside and blank
-        elif not isinstance(item, _THROUGH):
-            return False
+        match item:
+            case cst.Arg():
+                keyword = item.keyword.value if item.keyword else ""
+            case cst.Call():
+                at = next((i for i, arg in enumerate(item.args) if arg is below), None)
+                return _told(item, at, keyword, blank=blank)
+            case cst.Attribute():
+                return item.attr.value == "join"
+            case cst.Raise():
+                return True
+            case cst.Return() | cst.Yield() | cst.Assign() | cst.AugAssign() | cst.AnnAssign():
+                return blank and any(isinstance(outer, cst.FunctionDef) for outer in above)
+            case _ if not isinstance(item, _THROUGH):
+                return False
         below = item
     return False
+
+
+def _told(call: cst.Call, at: int | None, keyword: str, *, blank: bool) -> bool:
+    """Whether a literal among a call's arguments is wording.
+
+    Args:
+        call: what it is an argument of, or part of one.
+        at: of which.
+        keyword: by which, or "".
+        blank: whether the literal has a blank.
+    """
+    name = _called(call)
+    if name == "Found":
+        return at not in FOUND_KEPT
+    if name in SPOKEN:
+        return not keyword or keyword in SPOKEN_KEYWORDS
+    return blank and (keyword in SPOKEN_KEYWORDS or name in {"append", "extend"})
 
 
 def _unfit(node: cst.CSTNode, operator: Any) -> bool:

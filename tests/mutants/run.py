@@ -1,8 +1,8 @@
-"""`make mutants`: a seeded sample of mutants of the suite's checks, judged by its tests, its zoo, and what is sound.
+"""`make mutants`: a seeded sample of mutants of the checks, judged by tests, the zoo, and what is sound.
 
-Results are kept in ``.mutants``, by what the sources and tests were: a run that was ended goes on where it was.
-At the end `docs/mutants.md` is written.  A survivor is justified in `survivors.toml`, under its id; one that is
-not, or a share of killed mutants below the bound, is exit code 1.
+Results are kept in ``.mutants``, by what the sources and tests were: a run that was ended goes on where it
+was.  At the end `docs/mutants.md` is written.  A survivor is justified in `survivors.toml`, under its id; one
+that is not, or a share of killed mutants below the bound, is exit code 1.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
 import mapping
-from judging import Ground, Judgement, judge
+from judging import Ground, Item, Judgement, judge
 from mapping import Map
 from mutating import ROOT, Mutant, modules, mutants, sources
 
@@ -35,8 +36,6 @@ PAGE: Final = ROOT / "docs" / "mutants.md"
 SURVIVORS: Final = Path(__file__).parent / "survivors.toml"
 BOUND: Final = 0.85
 COUNT: Final = 400
-ALIKE: Final = 40
-"""How many of those that killed mutants of a module are tried first."""
 
 Row = dict[str, Any]
 
@@ -90,7 +89,7 @@ def _measure(task: str) -> dict[str, Any]:
     return mapping.measure(_ground, task, _log())
 
 
-def _judge(mutant: Mutant, items: Sequence[mapping.Item], left: int) -> tuple[Mutant, Judgement]:
+def _judge(mutant: Mutant, items: Sequence[Item], left: int) -> tuple[Mutant, Judgement]:
     assert _ground is not None
     if not items:
         return mutant, Judgement("", "", "nothing reaches it", 0.0, 0, 0)
@@ -127,7 +126,7 @@ def measured(pool: ProcessPoolExecutor, kept: Path) -> Map:
             parts[part["task"]] = part
             out.write(json.dumps(part) + "\n")
             out.flush()
-            _progress(f"measured {number} of {len(open_tasks)}: {part['task']}", began, number, len(open_tasks))
+            _progress(f"measured {part['task']}", began, number, len(open_tasks))
     found = Map()
     for task in mapping.tasks():
         found.take(parts[task])
@@ -192,7 +191,7 @@ def _short(code: str, width: int = 60) -> str:
 def _change(before: str, after: str) -> str:
     """Both on one line each, cut to where they differ."""
     before, after = " ".join(before.split()), " ".join(after.split())
-    same = len(os.path.commonprefix([before, after]))
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
     start = max(0, same - 30)
     cut = [f"{'...' * (start > 0)}{_short(text[start:], 90)}" for text in (before, after)]
     return " &rarr; ".join(f"`{text.replace('|', chr(92) + '|')}`" for text in cut)
@@ -208,19 +207,20 @@ def page(rows: Sequence[Row], seed: int, total: int) -> tuple[str, bool]:
     """`docs/mutants.md`, and whether all is well."""
     killed = [row for row in rows if row["how"]]
     share = len(killed) / len(rows)
-    how = Counter(row["how"] for row in killed)
+    died = Counter(row["how"] for row in killed)
     why = reasons()
     lines = [
         "# Mutants of the suite's checks",
         "",
-        "Written by `make mutants`. A mutant is one module with one change; it is killed if the suite's own tests, a",
-        "plugin that is wrong on purpose, or one that is sound notices it. What is changed and what is left out, as",
-        "wording, stands in `tests/mutants/mutating.py`; how a mutant is judged, in `tests/mutants/judging.py`.",
+        "Written by `make mutants`. A mutant is one module with one change; it is killed if the suite's own",
+        "tests, a plugin that is wrong on purpose, or one that is sound notices it. What is changed, and what",
+        "is left out as wording, stands in `tests/mutants/mutating.py`; how a mutant is judged, in",
+        "`tests/mutants/judging.py`.",
         "",
-        f"Of {total:,} mutants {len(rows)} were drawn with seed {seed}, of each module its share."
-        f" **{len(killed)} were killed, {share:.1%}**; at least {BOUND:.0%} must be.",
-        f"Of those, {how['objection']} were objected to: a test, a clause or a verdict said so;"
-        f" {how['crash']} crashed the suite; {how['time']} did not end.",
+        f"Of {total:,} mutants {len(rows)} were drawn with seed {seed}, of each module its share.",
+        f"**{len(killed)} were killed, {share:.1%}**; at least {BOUND:.0%} must be.",
+        f"Of those, {died['objection']} were objected to: a test, a clause or a verdict said so;",
+        f"{died['crash']} crashed the suite; {died['time']} did not end.",
         "",
         "| module | mutants | killed | objection | crash | no end |",
         "| --- | --: | --: | --: | --: | --: |",
@@ -230,12 +230,12 @@ def page(rows: Sequence[Row], seed: int, total: int) -> tuple[str, bool]:
         if mine:
             by = Counter(row["how"] for row in mine)
             part = 1 - by[""] / len(mine)
-            lines.append(
-                f"| `{name}` | {len(mine)} | {part:.0%} | {by['objection']} | {by['crash']} | {by['time']} |"
-            )
+            ways = " | ".join(str(by[how]) for how in ("objection", "crash", "time"))
+            lines.append(f"| `{name}` | {len(mine)} | {part:.0%} | {ways} |")
     survivors = [row for row in rows if not row["how"]]
     unjustified = [row for row in survivors if row["id"] not in why]
-    lines += ["", "## Survivors", "", "| id | where | change | why it may live |", "| --- | --- | --- | --- |"]
+    lines += ["", "## Survivors", ""]
+    lines += ["| id | where | change | why it may live |", "| --- | --- | --- | --- |"]
     for row in sorted(survivors, key=lambda row: (row["module"], row["line"], row["id"])):
         where = f"`{row['module']}`:{row['line']} `{row['function']}`"
         reason = why.get(row["id"], "UNJUSTIFIED")
