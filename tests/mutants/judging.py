@@ -66,7 +66,7 @@ class Item:
 
     def told(self) -> str:
         """In a few words."""
-        return " ".join([*self.names[:1], *self.clauses[:1]]) if self.kind != "tests" else self.names[0]
+        return self.names[0] if self.kind == "tests" else " ".join(self.names)
 
 
 @dataclass(frozen=True, slots=True)

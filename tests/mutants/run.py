@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import sys
 import time
 import tomllib
@@ -99,7 +100,8 @@ def _judge(mutant: Mutant, items: Sequence[Item], left: int) -> tuple[Mutant, Ju
 
 @contextlib.contextmanager
 def _pool(jobs: int, folder: Path) -> Iterator[ProcessPoolExecutor]:
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, _prepare, (str(folder),)) as pool:
         try:
@@ -107,6 +109,7 @@ def _pool(jobs: int, folder: Path) -> Iterator[ProcessPoolExecutor]:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def measured(pool: ProcessPoolExecutor, kept: Path) -> Map:
@@ -172,7 +175,7 @@ def _past() -> dict[str, tuple[str, ...]]:
     for file in sorted(KEPT.glob("*/results.jsonl"), key=lambda file: file.stat().st_mtime):
         for key, row in _rows(file).items():
             if row["how"]:
-                found[key] = (row["by"], *row["by"].split()[-1:], *row["by"].split()[:1])
+                found[key] = (row["by"], *row["by"].split())
     return found
 
 
@@ -213,8 +216,8 @@ def page(rows: Sequence[Row], seed: int, total: int) -> tuple[str, bool]:
         "# Mutants of the suite's checks",
         "",
         "Written by `make mutants`. A mutant is one module with one change; it is killed if the suite's own",
-        "tests, a plugin that is wrong on purpose, or one that is sound notices it. What is changed, and what",
-        "is left out as wording, stands in `tests/mutants/mutating.py`; how a mutant is judged, in",
+        "tests, a plugin that is wrong on purpose, or one that is sound notices it. What is changed, and",
+        "what is left out as wording, stands in `tests/mutants/mutating.py`; how a mutant is judged, in",
         "`tests/mutants/judging.py`.",
         "",
         f"Of {total:,} mutants {len(rows)} were drawn with seed {seed}, of each module its share.",
@@ -258,7 +261,7 @@ def repeat(wanted: str, jobs: int, kept: Path) -> int:
         print(f"there is no mutant {wanted}")
         return 2
     show(chosen)
-    with _pool(jobs, kept) as pool:
+    with _pool(jobs, kept / "tmp") as pool:
         found = measured(pool, kept)
         items, left = mapping.items(found, mapping.reached(found, chosen))
         for item in items:
@@ -283,7 +286,7 @@ def main() -> int:
         return repeat(given.only, 1, kept)
     began = time.monotonic()
     chosen = sample(given.count, given.seed, given.module)
-    with _pool(given.jobs, kept) as pool:
+    with _pool(given.jobs, kept / "tmp") as pool:
         found = measured(pool, kept)
         rows = judged(pool, found, chosen, kept)
     mine = [rows[mutant.id] for mutant in chosen]
