@@ -238,7 +238,7 @@ class _pipe:  # noqa: N801 - a handle
 
 
 def judge(ground: Ground, name: str, source: str, items: Sequence[Item], log: Path, left: int) -> Judgement:
-    """Judge a mutant.
+    """Judge a mutant; one that took too long once is given its time anew, and more of it, before it counts.
 
     Args:
         ground: to fork from.
@@ -248,12 +248,12 @@ def judge(ground: Ground, name: str, source: str, items: Sequence[Item], log: Pa
         log: gets the output.
         left: how many more there are, for which there is no time.
     """
-    began, by, tried = time.monotonic(), "", 0
+    began, by, tried, patience = time.monotonic(), "", 0, 1.0
 
     def work(tell: Callable[[dict[str, Any]], None]) -> None:
         sys.meta_path.insert(0, _Finder(name, source))
-        for item in items:
-            tell({"limit": TIMES * item.seconds + SLACK_S, "item": item.told()})
+        for item in items[tried:]:
+            tell({"limit": patience * (TIMES * item.seconds + SLACK_S), "item": item.told()})
             try:
                 meet(item)
             except Objection as objection:
@@ -261,16 +261,22 @@ def judge(ground: Ground, name: str, source: str, items: Sequence[Item], log: Pa
                 return
         tell({"how": "", "by": "", "said": "", "done": True})
 
-    try:
-        for message in ground.forked(work, log):
-            if "how" in message:
-                spent = time.monotonic() - began
-                return Judgement(message["how"], message["by"], message["said"], spent, tried, left)
-            by, tried = message["item"], tried + 1
-    except TimeoutError:
-        return Judgement("time", by, "no end", time.monotonic() - began, tried, left)
-    said = log.read_text(errors="replace").strip().splitlines()[-1:]
-    return Judgement("crash", by, "".join(said), time.monotonic() - began, tried, left)
+    def judgement(how: How, by: str, said: str) -> Judgement:
+        return Judgement(how, by, said, time.monotonic() - began, tried, left)
+
+    while True:
+        try:
+            for message in ground.forked(work, log):
+                if "how" in message:
+                    return judgement(message["how"], message["by"], message["said"])
+                by, tried = message["item"], tried + 1
+        except TimeoutError:
+            if patience > 1:
+                return judgement("time", by, "no end")
+            tried, patience = tried - 1, 2.0
+            continue
+        said = log.read_text(errors="replace").strip().splitlines()[-1:]
+        return judgement("crash", by, "".join(said))
 
 
 def meet(item: Item) -> None:
@@ -315,15 +321,27 @@ def _meet_tests(item: Item) -> None:
         raise Objection(how, by, said)
 
 
-def shorten() -> None:
+@contextlib.contextmanager
+def shortened(*, really: bool = True) -> Iterator[None]:
     """Have the runner run the clauses asked for alone, and all children come from the nursery.
 
-    What the clauses require is judged elsewhere.  Who is found otherwise so is judged without.
+    What the clauses require is judged elsewhere.  An animal that is found otherwise so is judged without.
     """
     runner, bench = (importlib.import_module(f"kvc_conformance.{name}") for name in ("runner", "bench"))
-    runner._Runner._chosen = lambda self: {*self._request.only} or {item.id for item in self._subject.clauses}
-    child = bench.Child
-    bench.Child = lambda job, *, threads, forked: child(job, threads=threads, forked=True)  # noqa: ARG005
+    chosen, child = runner._Runner._chosen, bench.Child
+
+    def only(self: Any) -> set[str]:
+        return {*self._request.only} or chosen(self)
+
+    def forked(job: Any, *, threads: int | None, forked: bool) -> Any:  # noqa: ARG001 - all are
+        return child(job, threads=threads, forked=True)
+
+    if really:
+        runner._Runner._chosen, bench.Child = only, forked
+    try:
+        yield
+    finally:
+        runner._Runner._chosen, bench.Child = chosen, child
 
 
 def animal(names: tuple[str, ...]) -> Any:
@@ -334,10 +352,9 @@ def animal(names: tuple[str, ...]) -> Any:
 
 def _meet_animal(item: Item) -> None:
     keeping, runner = (importlib.import_module(name) for name in ("keeping", "kvc_conformance.runner"))
-    if item.clauses:
-        shorten()
     one = animal(item.names)
-    report = runner.run(one.request(one.trips))
+    with shortened(really=bool(item.clauses)):
+        report = runner.run(one.request(one.trips))
     _crashed(item, report)
     said = list(keeping.objections(one, report))
     if said:
@@ -355,7 +372,6 @@ def request(names: tuple[str, ...], clauses: tuple[str, ...]) -> Any:
 def _meet_sound(item: Item) -> None:
     runner = importlib.import_module("kvc_conformance.runner")
     outcomes = importlib.import_module("kvc_conformance.outcomes")
-    shorten()
     wanted = dict(clause.split("=") for clause in item.clauses)
 
     def stop(result: Any) -> None:
@@ -364,7 +380,8 @@ def _meet_sound(item: Item) -> None:
             said = f"{result.clause}: {result.evidence.saw}".splitlines()[0]
             raise Objection(how, f"{item.names[1]} {result.clause}", said)
 
-    report = runner.run(request(item.names, tuple(wanted)), progress=stop)
+    with shortened():
+        report = runner.run(request(item.names, tuple(wanted)), progress=stop)
     worst = outcomes.fold(report.results)
     for clause, outcome in wanted.items():
         if clause not in worst or worst[clause].value != outcome:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from judging import PLUGINS, PYTEST, TIERS, ZOO, Ground, Item, animal, request, shorten
+from judging import PLUGINS, PYTEST, TIERS, ZOO, Ground, Item, animal, request
 from mutating import ROOT, Mutant, modules
 
 LEFT_OUT: Final = frozenset({"test_simulator.py", "test_page.py"})
@@ -141,22 +141,17 @@ def _tests(what: str) -> dict[str, Any]:
 def _animal(what: str) -> dict[str, Any]:
     keeping, runner = (importlib.import_module(name) for name in ("keeping", "kvc_conformance.runner"))
     names, key = tuple(what.split("/")), f"animal:{what}"
-    bench = importlib.import_module("kvc_conformance.bench")
     whole: list[str] = []
-    honest = runner._Runner._chosen, bench.Child
     cov = _covered()
     for alone in (True, False):
-        if alone:
-            shorten()
-        else:
-            runner._Runner._chosen, bench.Child = honest
-            whole.append(key)
         cov.switch_context(key)
         one, began = animal(names), time.monotonic()
-        said = list(keeping.objections(one, runner.run(one.request(one.trips))))
+        with shortened(really=alone):
+            said = list(keeping.objections(one, runner.run(one.request(one.trips))))
         spent = time.monotonic() - began
         if not said:
             return {"lines": _lines(cov), "seconds": {key: spent}, "whole": whole}
+        whole.append(key)
     raise RuntimeError(f"{what}: {said}")
 
 
@@ -164,7 +159,6 @@ def _sound(what: str) -> dict[str, Any]:
     runner, outcomes = (importlib.import_module(f"kvc_conformance.{name}") for name in ("runner", "outcomes"))
     key, cov = f"sound:{what}", _covered()
     seconds: dict[str, float] = {key: 0.0}
-    shorten()
     run = runner._Runner._run
 
     def timed(self: Any, check: Any, *, selected: bool) -> None:
@@ -177,7 +171,8 @@ def _sound(what: str) -> dict[str, Any]:
     runner._Runner._run = timed
     cov.switch_context(key)
     began = time.monotonic()
-    report = runner.run(request(tuple(what.split("/")), ()))
+    with shortened():
+        report = runner.run(request(tuple(what.split("/")), ()))
     seconds[key] = time.monotonic() - began - sum(seconds.values())
     worst = outcomes.fold(report.results)
     held = {f"{key}|{clause}": found.value for clause, found in worst.items() if found.value in HOLDING}
