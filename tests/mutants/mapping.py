@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from judging import PLUGINS, PYTEST, TIERS, ZOO, Ground, Item, animal, request
+from judging import PLUGINS, PYTEST, TIERS, ZOO, Ground, Item, animal, request, shortened
 from mutating import ROOT, Mutant, modules
 
 LEFT_OUT: Final = frozenset({"test_simulator.py", "test_page.py"})
