@@ -327,7 +327,8 @@ def shortened(*, really: bool = True) -> Iterator[None]:
 
     What the clauses require is judged elsewhere.  An animal that is found otherwise so is judged without.
     """
-    runner, bench = (importlib.import_module(f"kvc_conformance.{name}") for name in ("runner", "bench"))
+    runner: Any = importlib.import_module("kvc_conformance.runner")
+    bench: Any = importlib.import_module("kvc_conformance.bench")
     chosen, child = runner._Runner._chosen, bench.Child
 
     def only(self: Any) -> set[str]:
