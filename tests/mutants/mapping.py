@@ -210,6 +210,8 @@ def reached(found: Map, mutant: Mutant) -> set[str]:
     """Keys of what reaches a mutant."""
     lines = found.lines[mutant.module]
     inside, span = _statement(mutant.module, mutant.line)
+    if inside and _is_register(inside[0]):
+        return _of_clause(found, mutant, inside[0])
     keys = {key for line in span for key in lines.get(line, ())}
     if keys or not inside:
         return keys
@@ -222,25 +224,28 @@ def reached(found: Map, mutant: Mutant) -> set[str]:
     return _of_module_level(found, mutant, inside[0])
 
 
+def _is_register(statement: ast.stmt) -> bool:
+    """Whether it is a module's ``CHECKS``."""
+    return isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "CHECKS"
+
+
+def _of_clause(found: Map, mutant: Mutant, statement: ast.stmt) -> set[str]:
+    """What runs the clause whose check is registered there; if none is named, any of the module's."""
+    text = modules()[mutant.module].read_text(encoding="utf-8").splitlines()
+    for number in range(mutant.line, statement.lineno - 1, -1):
+        if re.search(r"[Cc]heck\(", text[number - 1]):
+            named = re.search(r"KVC-[A-Z]+-\d+", "".join(text[number - 1 : number + 1]))
+            if named:
+                return {key for key in found.seconds if key.endswith(f"|{named[0]}")}
+    return {key for line in found.lines[mutant.module].values() for key in line if "|" in key}
+
+
 def _of_module_level(found: Map, mutant: Mutant, statement: ast.stmt) -> set[str]:
-    """What reaches a use of the name that is given there, or the clauses that are named there."""
+    """What reaches a use of the name that is given there."""
     if isinstance(statement, ast.ClassDef):
         names = {statement.name}
     else:
         names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    if "CHECKS" in names:
-        text = modules()[mutant.module].read_text(encoding="utf-8").splitlines()
-        named = next(
-            (
-                hit
-                for number in range(mutant.line, statement.lineno, -1)
-                if (hit := re.search(r'[Cc]heck\(\s*"?(KVC-[A-Z]+-\d+)?', text[number - 1]))
-            ),
-            None,
-        )
-        clause = named[1] if named and named[1] else re.search(r"KVC-[A-Z]+-\d+", mutant.before)
-        wanted = clause if isinstance(clause, str) else clause[0] if clause else "KVC-"
-        return {key for key in found.seconds if f"|{wanted}" in key}
     keys: set[str] = set()
     for module in found.lines:
         for node in ast.walk(_tree(module)):

@@ -280,7 +280,7 @@ def sources(wanted: Iterable[Mutant]) -> dict[str, str]:
         source = modules()[name].read_text(encoding="utf-8")
         for mutant, module, node, other in _found(name, source):
             if mutant.id in ids:
-                changed = module.deep_replace(node, other)  # type: ignore[arg-type]
+                changed = module.deep_replace(node, other)
                 made[mutant.id] = changed.code if isinstance(changed, cst.Module) else ""
                 compile(made[mutant.id], name, "exec", dont_inherit=True)
     return made
