@@ -27,6 +27,9 @@ QUICK_S: Final = 0.5
 ENOUGH_S: Final = 60.0
 """A mutant that everything of so many seconds has let live is a survivor."""
 
+AT_IMPORT: Final = "import"
+"""The key of what runs when a module is imported."""
+
 HOLDING: Final = frozenset({"pass", "not_applicable"})
 
 Told = Callable[[dict[str, Any]], None]
@@ -115,7 +118,7 @@ def _lines(cov: Any) -> dict[str, dict[int, list[str]]]:
     found: dict[str, dict[int, list[str]]] = {}
     for name, file in modules().items():
         by_line = data.contexts_by_lineno(str(file))
-        found[name] = {line: [key for key in keys if key] for line, keys in by_line.items()}
+        found[name] = {line: [key or AT_IMPORT for key in keys] for line, keys in by_line.items()}
     return found
 
 
@@ -184,6 +187,16 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(modules()[module].read_text(encoding="utf-8"))
 
 
+@cache
+def _uses(module: str) -> dict[str, set[int]]:
+    """The lines in which each name is read."""
+    found: dict[str, set[int]] = {}
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.setdefault(node.id, set()).add(node.lineno)
+    return found
+
+
 def _span(node: ast.stmt) -> range:
     """The lines of a statement; of one that has a body, those before it."""
     body = getattr(node, "body", None)
@@ -193,6 +206,7 @@ def _span(node: ast.stmt) -> range:
     return range(node.lineno, end + 1)
 
 
+@cache
 def _statement(module: str, line: int) -> tuple[list[ast.stmt], range]:
     """The statements that a line is in, outermost first, and the lines of the innermost."""
     inside = [
@@ -213,11 +227,12 @@ def reached(found: Map, mutant: Mutant) -> set[str]:
     if inside and _is_register(inside[0]):
         return _of_clause(found, mutant, inside[0])
     keys = {key for line in span for key in lines.get(line, ())}
-    if keys or not inside:
+    if keys - {AT_IMPORT} or not inside:
         return keys
     functions = [node for node in inside if isinstance(node, _FUNCTION)]
     if functions and mutant.line not in _span(functions[-1]):
-        return set()  # of a function's body: nothing reaches it
+        # of a function's body: nothing reaches it, or the import does, which whatever reaches the module sees
+        return {key for line in lines.values() for key in line} if keys else set()
     if functions:
         body = range(functions[-1].lineno, (functions[-1].end_lineno or 0) + 1)
         return {key for line in body for key in lines.get(line, ())}
@@ -248,10 +263,10 @@ def _of_module_level(found: Map, mutant: Mutant, statement: ast.stmt) -> set[str
         names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     keys: set[str] = set()
     for module in found.lines:
-        for node in ast.walk(_tree(module)):
-            if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
-                _, span = _statement(module, node.lineno)
-                keys.update(key for line in span for key in found.lines[module].get(line, ()))
+        for line in {line for name in names for line in _uses(module).get(name, ())}:
+            _, span = _statement(module, line)
+            keys.update(key for one in span for key in found.lines[module].get(one, ()))
+    keys -= {AT_IMPORT}
     return keys or {key for rest in found.lines[mutant.module].values() for key in rest}
 
 
