@@ -2,6 +2,7 @@
 #   make conformance    set up, then certify the qwen3 plugin on a small generated checkpoint
 #   make zoo            certify every plugin that is wrong on purpose, and write docs/zoo.md
 #   make test           set up, then lint, type-check and test
+#   make mutants        change the suite's checks 400 times over; nearly every change must be noticed (an hour)
 # TORCH is what pip is asked for first; set it to take another build, for example a CUDA one:
 #   make conformance TORCH=torch==2.11.0
 
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup conformance test lint types tests test-slow test-cuda test-wheel zoo clean
+.PHONY: setup conformance test lint types tests test-slow test-cuda test-wheel zoo mutants clean
 
 setup: $(READY)
 
@@ -54,5 +55,10 @@ test-wheel: setup
 zoo: setup
 	$(BIN)/python tests/zoo/matrix.py
 
+# Writes docs/mutants.md; one that was ended goes on where it was.
+mutants: setup
+	$(BIN)/python -m pip install --quiet --editable '.[mutants]'
+	$(BIN)/python tests/mutants/run.py --count 400 --seed 0 --jobs 2
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants build dist
