@@ -75,6 +75,7 @@ class Rig:
         where: the author's line.
         max_requests: of one step.
         max_batch_tokens: of one step.
+        emits: whether the executor writes states inside steps.
         places: where each arena lies in dumped memory.
     """
 
@@ -88,6 +89,7 @@ class Rig:
         self.where: str | None = answer.body["where"]
         self.max_requests = int(answer.body["max_requests"])
         self.max_batch_tokens = int(answer.body["max_batch_tokens"])
+        self.emits = bool(answer.body["emits"])
         self.places = {name: Place(*place) for name, place in answer.body["arenas"].items()}
 
     def run(self, jobs: Sequence[Job], *, poison: int | None = None, dump: bool = False) -> Batches:

@@ -1,8 +1,8 @@
 """Which rows and slots of memory a step may write, and whose a byte is that it should not have touched.
 
 Memory is filled with one byte, run, and dumped; then the same with another byte.  A byte that differs from
-its filling in either dump was written; one that differs between the dumps though it was written depends on
-what lay there before.
+what lay there before the step in either dump was written; one that differs between the dumps though it was
+written depends on what lay there before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from kvcontract.contract.model import TOKEN_AXIS, Full, KvModel
 
 Image = NDArray[np.uint8]
 Kind = Literal["paged", "bounded"]
+Images = tuple[Sequence[Image], Sequence[Image]]
+"""Of each region, over either filling."""
+
 Block = tuple[str, int]
 """(key of a space, block)."""
+
+Written = dict[Block, set[int]]
+"""Rows of blocks, by token; of a slot the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +90,13 @@ class Footprint:
         self._written: dict[tuple[str, int, int], tuple[int, int]] = {}
         self._slots: dict[Block, tuple[int, int]] = {}
         self._names: dict[int, int] = {}  # a request is known by its first page
+        self._now: Written = {}  # by the last step
+        self._ever: Written = {}
         for batch in batches:
+            self._now = {}
             self._take(batch)
+            for block, tokens in self._now.items():
+                self._ever.setdefault(block, set()).update(tokens)
 
     def _take(self, batch: Batch) -> None:
         for row, (size, context) in enumerate(zip(batch.sizes, batch.context, strict=True)):
@@ -98,8 +109,10 @@ class Footprint:
                 for position in range(context, context + size):
                     page, at = divmod(position, self._page_tokens)
                     self._written[space, pages[page], at] = request, position
+                    self._now.setdefault((space, pages[page]), set()).add(at)
             for group, slots in batch.slots.items():
                 self._slots[f"slots-{group}", int(slots[row])] = request, context + size - 1
+                self._now[f"slots-{group}", int(slots[row])] = {0}
 
     @property
     def rows(self) -> int:
@@ -111,18 +124,21 @@ class Footprint:
         """Slots that were to be written."""
         return len(self._slots)
 
-    def judge(self, images: tuple[Sequence[Image], Sequence[Image]], fills: tuple[int, int]) -> str | None:
+    def judge(self, images: Images, fills: tuple[int, int], before: Images | None = None) -> str | None:
         """What is wrong with memory after the last step.
 
         Args:
             images: uint8[bytes] of each region, after a run over either filling.
             fills: the two bytes.
+            before: likewise before the step: no earlier one may have its rows changed; None: not known.
         """
         sizes = [len(image) for image in images[0]]
-        allowed, mine = self._allowed(sizes), self._judged(sizes)
+        allowed, mine = self._allowed(sizes, self._ever), self._judged(sizes)
+        last = allowed if before is None else self._allowed(sizes, self._now)
         for region, (one, two) in enumerate(zip(*images, strict=True)):
-            touched = (one != fills[0]) | (two != fills[1])
-            stray = np.flatnonzero(touched & ~allowed[region] & mine[region])
+            earlier = fills if before is None else (before[0][region], before[1][region])
+            touched = (one != earlier[0]) | (two != earlier[1])
+            stray = np.flatnonzero(touched & ~last[region] & mine[region])
             if len(stray):
                 return self._stray(region, int(stray[0]), len(stray))
         for region, (one, two) in enumerate(zip(*images, strict=True)):
@@ -145,21 +161,19 @@ class Footprint:
                     slots[place.region][start : start + len(self._rows[name])] = True
         return slots if self._kind == "bounded" else [~mask for mask in slots]
 
-    def _allowed(self, sizes: Sequence[int]) -> list[NDArray[np.bool_]]:
-        """bool[bytes] of each region: the rows of committed positions, or the slots of who ran."""
+    def _allowed(self, sizes: Sequence[int], written: Written) -> list[NDArray[np.bool_]]:
+        """bool[bytes] of each region: rows of some positions, or the slots of who ran."""
         masks = [np.zeros(size, np.bool_) for size in sizes]
         for name, place in self._places.items():
             space, rows = self._space[name], self._rows[name]
             if space.kind != self._kind:
                 continue
             per_row = self._page_tokens // self._arenas[name].rows if self._kind == "paged" else 1
-            mine: dict[int, set[int]] = {}
-            for key, block, at in self._written if self._kind == "paged" else ((*s, 0) for s in self._slots):
+            for (key, block), tokens in written.items():
                 if key == space.key:
-                    mine.setdefault(block, set()).add(at // per_row)
-            for block, written in mine.items():
-                start = place.offset_bytes + block * place.stride_bytes
-                masks[place.region][start : start + len(rows)] |= np.isin(rows, list(written))
+                    start = place.offset_bytes + block * place.stride_bytes
+                    mine = np.isin(rows, [at // per_row for at in tokens])
+                    masks[place.region][start : start + len(rows)] |= mine
         return masks
 
     def _find(self, region: int, byte: int) -> _Spot | None:
@@ -193,6 +207,8 @@ class Footprint:
         last = max(position for who, position in self._written.values() if who == request)
         mine = [at for at, who in self._owners.items() if who == request and at[0] == spot.space]
         position = mine.index((spot.space, spot.block)) * self._page_tokens + spot.row
+        if position <= last:
+            return f"position {position} of request {request}, which an earlier step has written"
         return f"position {position} of request {request}, of which positions 0..{last} have been run"
 
     def _whose_slot(self, spot: _Spot) -> str:

@@ -381,6 +381,20 @@ def test_prefix_04_another_requests_later_row_is_told() -> None:
     assert "page 5, row 3: position 3 of request 1, of which positions 0..2 have been run" in said
 
 
+def test_prefix_04_a_row_of_an_earlier_step_is_not_written_again() -> None:
+    """What has been written may be shared by now: other numbers there are told, whoever put them there."""
+    memory = Memory()
+    one, two = memory.images
+    before = [one.copy()], [two.copy()]
+    for row in (0, 1):
+        where = memory.at("planes", 4, row)
+        for image, fill in zip(before, FILLS, strict=True):
+            image[0][where] = fill
+    one[memory.at("planes", 5, 1)] += 1
+    said = Footprint(memory.model, memory.places, BATCHES).judge(([one], [two]), FILLS, before)
+    assert "page 5, row 1: position 1 of request 1, which an earlier step has written" in str(said)
+
+
 def test_prefix_04_padding_is_nobodys() -> None:
     """Bytes between blocks are not to be touched."""
     memory = Memory()

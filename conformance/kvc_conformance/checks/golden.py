@@ -93,6 +93,9 @@ def _original(bench: Bench, case: str) -> str:
         if bench.kept.get(f"right alone {page}"):
             hint = "\nalone, requests are right (case alone): look at how a step's requests are told apart"
         runs = [run for group in found for run in group.runs]
+        if kind == "alone":  # whoever is right over NaN alone is found out
+            again = rig.run(plan[0], poison=0).runs
+            runs += [replace(run, label=f"{run.label}, over memory of zeros") for run in again]
         answer = _reference(bench, rig, runs)
         expected = [answer[f"logits_{number}"] for number in range(len(runs))]
         for judge in (lambda run, logits: wrong_logits(run, logits, page), wrong_tokens):

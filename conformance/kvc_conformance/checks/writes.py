@@ -22,7 +22,8 @@ def _writes(bench: Bench, case: str) -> str:
     for number in range(len(one.batches)):
         for kind in KINDS:
             footprint = Footprint(rig.model, rig.places, one.batches[: number + 1], kind)
-            wrong = footprint.judge((one.images[number], two.images[number]), FILLS)
+            before = (one.images[number - 1], two.images[number - 1]) if number else None
+            wrong = footprint.judge((one.images[number], two.images[number]), FILLS, before)
             if wrong is not None:
                 rig.fail(wrong)
             rows, slots = footprint.rows, footprint.slots

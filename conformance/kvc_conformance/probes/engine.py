@@ -23,6 +23,7 @@ from kvcontract.contract.errors import InternalFault, KvContractError, PluginFau
 from kvcontract.contract.executor import (
     Attention,
     Combined,
+    EmitsSnapshots,
     Executor,
     FieldRef,
     HfLayers,
@@ -36,6 +37,7 @@ from kvcontract.contract.layout import layout
 from kvcontract.contract.model import Full, KvModel
 from kvcontract.core.lane import ThreadLane
 from kvcontract.engine.build import Assembly, EngineLimits, assemble, bind_memory
+from kvcontract.engine.fit import emits_all
 from kvcontract.engine.request import Result
 from kvcontract.memory.binding import Binding
 from kvcontract.memory.pinned import host_memory
@@ -56,14 +58,15 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     null), ``prefix_cache``, ``max_batch_tokens``, ``max_chunk_tokens``, ``max_requests``; limits are cut to
     what the executor takes.
     Returns ``model`` (JSON), ``vocab_size``, ``placeholder_ids``, ``max_context_tokens``, ``max_requests``,
-    ``max_batch_tokens``, ``where`` (whose code runs the model), ``arenas``: name -> [region, offset, stride,
+    ``max_batch_tokens``, ``where`` (whose code runs the model), ``emits`` (whether states are written inside
+    steps), ``arenas``: name -> [region, offset, stride,
     blocks], see `run`.
     """
     del arrays
     torch.set_num_threads(1)  # small matrices: threads cost more than they save
     opened = open_for(session, arguments["dtype"], arguments["page_tokens"], asked=arguments["asked"])
     runner, where = runner_of(session, opened)
-    recorder = _OwningRecorder(runner) if isinstance(runner, OwnsArenas) else _Recorder(runner)
+    recorder = _recorder(runner)
     bounds = runner.limits
     batch = min(arguments["max_batch_tokens"], bounds.max_tokens)
     requests = min(arguments["max_requests"], bounds.max_requests, batch)
@@ -94,6 +97,7 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
         "max_requests": requests,
         "max_batch_tokens": batch,
         "where": where,
+        "emits": emits_all(recorder, parts.pool.sides),
         "arenas": _places(parts.bindings),
     }
     return Message(body)
@@ -347,13 +351,33 @@ class _Recorder:
         return found
 
 
-class _OwningRecorder(_Recorder):
+class _Owning:
     """The same for an executor that brings its memory."""
 
+    inner: Any
+
     def arenas(self, blocks: Mapping[str, int]) -> Mapping[str, Tensor]:
-        owner: Any = self.inner
-        found: Mapping[str, Tensor] = owner.arenas(blocks)
+        found: Mapping[str, Tensor] = self.inner.arenas(blocks)
         return found
+
+
+class _Emitting:
+    """The same for one that writes states inside a step."""
+
+    inner: Any
+
+    @property
+    def emits(self) -> Mapping[str, int]:
+        found: Mapping[str, int] = self.inner.emits
+        return found
+
+
+def _recorder(runner: Executor) -> _Recorder:
+    """A recorder that can what the executor can."""
+    able = {_Owning: OwnsArenas, _Emitting: EmitsSnapshots}
+    kinds = [kind for kind, protocol in able.items() if isinstance(runner, protocol)]
+    made: _Recorder = type("_Able", (_Recorder, *kinds), {})(runner)
+    return made
 
 
 def _settle(running: _Running) -> None:
