@@ -14,7 +14,7 @@ from kvcontract.engine.checkpoint import load_model
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-PREFIX-01"
-SAYS = r"logits differ from the unmodified model's"
+SAYS = r"32 tokens are what a window or chunk is declared to reach, and here it first leaves one out"
 
 
 @hookimpl
