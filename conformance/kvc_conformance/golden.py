@@ -5,7 +5,7 @@ Each function that judges returns None, or what is wrong in words for someone wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
@@ -77,13 +77,14 @@ class Run:
         return begin, end - 1
 
 
-def wrong_logits(run: Run, expected: Logits, page_tokens: int) -> str | None:
+def wrong_logits(run: Run, expected: Logits, page_tokens: int, reaches: Collection[int] = ()) -> str | None:
     """Gate a: the logits of a float32 run against those of the unmodified model.
 
     Args:
         run: from position 0.
         expected: float32[positions, vocab], of every position of the stream.
         page_tokens: tokens of a page.
+        reaches: tokens of the windows and chunks that are declared.
     """
     if run.logits.shape != expected.shape:
         return (
@@ -104,6 +105,7 @@ def wrong_logits(run: Run, expected: Logits, page_tokens: int) -> str | None:
             ),
             f"first wrong: position {first}, {stage(run, first)}; {relation(first, page_tokens)}",
             f"{len(wrong)} of {len(gap)} positions are wrong{_all_others(first, run)}",
+            *(at_the_edge(tokens) for tokens in reaches if abs(first - tokens) <= 1),
             cause(run, first, page_tokens),
         ]
     )
@@ -296,6 +298,14 @@ def cause(run: Run, first: int, page_tokens: int) -> str:
     if (first + 1) % page_tokens == 0:
         return "it fills its page: look at the last row of a page, how it is written and read"
     return "each position reads every earlier one: a row at or before it is missing, wrong, or one too many"
+
+
+def at_the_edge(tokens: int) -> str:
+    """Where to look if the first wrong position is about as far as a window or chunk reaches."""
+    return (
+        f"{tokens} tokens are what a window or chunk is declared to reach, and here it first leaves one out:"
+        " look at how far back is read"
+    )
 
 
 def nan_words(reason: str) -> str:

@@ -123,6 +123,14 @@ def test_prefix_01_nan_is_wrong() -> None:
     assert "no step has written" in nan_words("the logits of position 5 are NaN")
 
 
+def test_prefix_01_a_window_that_ends_there_is_named() -> None:
+    """What is wrong from about the end of a window on is the window's business before it is a page's."""
+    words = "6 tokens are what a window or chunk is declared to reach"
+    for position in (5, 6, 7):
+        assert words in str(wrong_logits(request(changed(position)), logits(), PAGE, {6}))
+    assert words not in str(wrong_logits(request(changed(8)), logits(), PAGE, {6}))
+
+
 def test_prefix_01_missing_positions_are_wrong() -> None:
     """Logits of fewer positions, or of another vocabulary, are no pass."""
     assert "shape [11, 32]" in str(wrong_logits(request(logits()[:-1]), logits(), PAGE))

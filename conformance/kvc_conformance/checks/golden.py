@@ -98,7 +98,8 @@ def _original(bench: Bench, case: str) -> str:
             runs += [replace(run, label=f"{run.label}, over memory of zeros") for run in again]
         answer = _reference(bench, rig, runs)
         expected = [answer[f"logits_{number}"] for number in range(len(runs))]
-        for judge in (lambda run, logits: wrong_logits(run, logits, page), wrong_tokens):
+        reaches = {group.reach.tokens for group in rig.model.groups if not isinstance(group.reach, Full)}
+        for judge in (lambda run, logits: wrong_logits(run, logits, page, reaches), wrong_tokens):
             _raise_worst(rig, [judge(run, logits) for run, logits in zip(runs, expected, strict=True)], hint)
         states = _original_states(bench, rig, runs, answer)
     bench.kept[f"right alone {page}"] = kind == "alone"

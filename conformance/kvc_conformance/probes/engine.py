@@ -66,7 +66,7 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     torch.set_num_threads(1)  # small matrices: threads cost more than they save
     opened = open_for(session, arguments["dtype"], arguments["page_tokens"], asked=arguments["asked"])
     runner, where = runner_of(session, opened)
-    recorder = _recorder(runner)
+    recorder = _recorder(runner, cached=arguments["prefix_cache"])
     bounds = runner.limits
     batch = min(arguments["max_batch_tokens"], bounds.max_tokens)
     requests = min(arguments["max_requests"], bounds.max_requests, batch)
@@ -372,10 +372,10 @@ class _Emitting:
         return found
 
 
-def _recorder(runner: Executor) -> _Recorder:
-    """A recorder that can what the executor can."""
-    able = {_Owning: OwnsArenas, _Emitting: EmitsSnapshots}
-    kinds = [kind for kind, protocol in able.items() if isinstance(runner, protocol)]
+def _recorder(runner: Executor, *, cached: bool) -> _Recorder:
+    """A recorder that can what the executor can; uncached, nobody wants states inside steps."""
+    kinds: list[type] = [_Owning] if isinstance(runner, OwnsArenas) else []
+    kinds += [_Emitting] if cached and isinstance(runner, EmitsSnapshots) else []
     made: _Recorder = type("_Able", (_Recorder, *kinds), {})(runner)
     return made
 
