@@ -168,7 +168,7 @@ RUN: Final[tuple[Clause, ...]] = (
         why="A tier that is never asked, or an adapter that is not applied, is found out in production.",
         fix="Report a fault of kvcontract; of an engine: ask for no more than is declared.",
         rests_on=("E2", "H10", "I4"),
-        requires=SOUND,
+        requires=("KVC-PREFIX-01",),
     ),
     Clause(
         id="KVC-OFFLOAD-01",
