@@ -21,7 +21,7 @@ from kvc_conformance.child import Session
 from kvc_conformance.probes.damage import DamagedTier
 from kvc_conformance.probes.declare import open_launch
 from kvc_conformance.probes.held import Held
-from kvcontract.contract.errors import InternalFault, KvContractError, NotConformant, Undeclared
+from kvcontract.contract.errors import InternalFault, KvContractError, NotConformant, Undeclared, UsageFault
 from kvcontract.contract.layout import Space, layout
 from kvcontract.contract.model import KvModel, Scope
 from kvcontract.contract.snapshot import all_spaces
@@ -413,6 +413,8 @@ def refusal(session: Session, arguments: Arguments, arrays: Arrays) -> Message:
         return Message({"clauses": [item.clause for item in refused.findings], "text": str(refused)})
     except Undeclared as refused:
         return Message({"clauses": [refused.clause], "text": str(refused)})
+    except UsageFault as refused:
+        return Message({"clauses": [], "text": str(refused)})
     except Exception as error:  # noqa: BLE001 - no refusal, but nor was it accepted
         return Message({"clauses": [], "text": f"{type(error).__name__}: {error}"})
     made.store.close()
