@@ -52,6 +52,7 @@ class Request:
         plugin_options: the plugin's own.
         level: the level to certify.
         only: clauses to restrict the run to, with what they require; the verdict is then incomplete.
+        alone: without what they require: quicker, but what fails may not be the root of it.
         seed: all randomness comes from it.
         profile: how much is tried of what has no end.
         device: where executors run, in torch's spelling.
@@ -67,6 +68,7 @@ class Request:
     plugin_options: Mapping[str, str] = field(default_factory=dict)
     level: Level = "L2"
     only: tuple[str, ...] = ()
+    alone: bool = False
     seed: int = 0
     profile: ProfileName = "quick"
     device: str = "cpu"
@@ -157,6 +159,8 @@ def _refuse(request: Request) -> None:
     faults = []
     if request.config is not None and request.checkpoint is not None:
         faults.append("give --config or --checkpoint, not both")
+    if request.alone and not request.only:
+        faults.append("--alone is for --clause: name one")
     for item in request.only:
         try:
             level = clause(item).level
@@ -294,7 +298,7 @@ class _Runner:
             item = open_ids.pop()
             if item not in chosen:
                 chosen.add(item)
-                open_ids += clause(item).requires
+                open_ids += () if self._request.alone else clause(item).requires
         return chosen
 
     def _run(self, check: Check, *, selected: bool) -> None:
