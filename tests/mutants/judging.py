@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -29,6 +29,7 @@ from typing import Any, Final, Literal
 from mutating import ROOT, modules
 
 How = Literal["objection", "crash", "time", ""]
+Told = Callable[[dict[str, Any]], None]
 HEAVY: Final = ("coverage", "hypothesis", "jinja2", "numpy", "pluggy", "pydantic", "pytest", "rich", "typer")
 OURS: Final = ("kvcontract", "kvc_", "keeping", "planted")
 PLUGINS: Final = ("qwen3", "qwen35", "gemma4")
@@ -151,7 +152,7 @@ class Ground:
             self._process.kill()
             self._process.wait()
 
-    def forked(self, work: Callable[[Callable[[dict[str, Any]], None]], None], log: Path) -> Iterator[Any]:
+    def forked(self, work: Callable[[Told], None], log: Path) -> Generator[Any]:
         """Have something done in a process of its own; what it tells, until it ends.
 
         Args:
@@ -189,7 +190,7 @@ class Ground:
             if not sound or (self._process is not None and self._process.poll() is not None):
                 self.renew()
 
-    def _work(self, work: Callable[[Callable[[dict[str, Any]], None]], None], tells: int, log: Path) -> None:
+    def _work(self, work: Callable[[Told], None], tells: int, log: Path) -> None:
         status = 1
         try:
             os.setsid()
@@ -238,7 +239,10 @@ class _pipe:  # noqa: N801 - a handle
 
 
 def judge(ground: Ground, name: str, source: str, items: Sequence[Item], log: Path, left: int) -> Judgement:
-    """Judge a mutant; one that took too long once is given its time anew, and more of it, before it counts.
+    """Judge a mutant.
+
+    One that took too long is given its time anew, and more of it.  What objects, or does not end, must let
+    the sources live as they are, there and then; else it is the machine that it tells of, and is passed over.
 
     Args:
         ground: to fork from.
@@ -248,12 +252,27 @@ def judge(ground: Ground, name: str, source: str, items: Sequence[Item], log: Pa
         log: gets the output.
         left: how many more there are, for which there is no time.
     """
-    began, by, tried, patience = time.monotonic(), "", 0, 1.0
+    began, first, patience = time.monotonic(), 0, 1.0
+    finder = _Finder(name, source)
+    while True:
+        at, end = _tried(ground, finder, items, first, patience, log)
+        if end["how"] == "time" and patience == 1.0:
+            first, patience = at, 2.0
+        elif end["how"] in {"objection", "time"} and not _holds(ground, items[at], log):
+            first, patience = at + 1, 1.0
+        else:
+            return Judgement(end["how"], end["by"], end["said"], time.monotonic() - began, at + 1, left)
 
-    def work(tell: Callable[[dict[str, Any]], None]) -> None:
-        sys.meta_path.insert(0, _Finder(name, source))
-        for item in items[tried:]:
-            tell({"limit": patience * (TIMES * item.seconds + SLACK_S), "item": item.told()})
+
+def _tried(
+    ground: Ground, finder: _Finder, items: Sequence[Item], first: int, patience: float, log: Path
+) -> tuple[int, dict[str, Any]]:
+    """The last item that a mutant met, from the first on, and what became of it."""
+
+    def work(tell: Told) -> None:
+        sys.meta_path.insert(0, finder)
+        for number, item in enumerate(items[first:], first):
+            tell({"limit": _limit(item, patience), "item": number})
             try:
                 meet(item)
             except Objection as objection:
@@ -261,22 +280,38 @@ def judge(ground: Ground, name: str, source: str, items: Sequence[Item], log: Pa
                 return
         tell({"how": "", "by": "", "said": "", "done": True})
 
-    def judgement(how: How, by: str, said: str) -> Judgement:
-        return Judgement(how, by, said, time.monotonic() - began, tried, left)
-
-    while True:
-        try:
-            for message in ground.forked(work, log):
+    at = first - 1
+    try:
+        with contextlib.closing(ground.forked(work, log)) as told:
+            for message in told:
+                at = message.get("item", at)
                 if "how" in message:
-                    return judgement(message["how"], message["by"], message["said"])
-                by, tried = message["item"], tried + 1
-        except TimeoutError:
-            if patience > 1:
-                return judgement("time", by, "no end")
-            tried, patience = tried - 1, 2.0
-            continue
-        said = log.read_text(errors="replace").strip().splitlines()[-1:]
-        return judgement("crash", by, "".join(said))
+                    return at, message
+    except TimeoutError:
+        return at, {"how": "time", "by": items[at].told(), "said": "no end"}
+    said = log.read_text(errors="replace").strip().splitlines()[-1:]
+    return at, {"how": "crash", "by": items[max(at, 0)].told(), "said": "".join(said)}
+
+
+def _limit(item: Item, patience: float) -> float:
+    return patience * (TIMES * item.seconds + SLACK_S)
+
+
+def _holds(ground: Ground, item: Item, log: Path) -> bool:
+    """Whether an item lets the sources live as they are."""
+
+    def work(tell: Told) -> None:
+        tell({"limit": _limit(item, 2.0)})
+        with contextlib.suppress(Objection):
+            meet(item)
+            tell({"holds": True})
+        tell({"done": True})
+
+    try:
+        with contextlib.closing(ground.forked(work, log)) as told:
+            return any("holds" in message for message in list(told))
+    except TimeoutError:
+        return False
 
 
 def meet(item: Item) -> None:

@@ -6,13 +6,13 @@ import ast
 import importlib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from judging import PLUGINS, PYTEST, TIERS, ZOO, Ground, Item, animal, request, shortened
+from judging import PLUGINS, PYTEST, TIERS, ZOO, Ground, Item, Told, animal, request, shortened
 from mutating import ROOT, Mutant, modules
 
 LEFT_OUT: Final = frozenset({"test_simulator.py", "test_page.py"})
@@ -31,8 +31,6 @@ AT_IMPORT: Final = "import"
 """The key of what runs when a module is imported."""
 
 HOLDING: Final = frozenset({"pass", "not_applicable"})
-
-Told = Callable[[dict[str, Any]], None]
 
 
 @dataclass(slots=True)
@@ -331,5 +329,5 @@ def paths() -> list[Path]:
     """Everything that what is measured stands on."""
     parts = ("conformance", "kvcontract", "plugins", "tests/zoo", "tests/conformance", "tests/contract")
     files = [file for part in parts for file in (ROOT / part).rglob("*.py")]
-    files += [ROOT / "tests" / name for name in BESIDE]
+    files += [ROOT / "tests" / name for name in ("conftest.py", *BESIDE)]
     return sorted(files)

@@ -1,8 +1,8 @@
 """`make mutants`: a seeded sample of mutants of the checks, judged by tests, the zoo, and what is sound.
 
-Results are kept in ``.mutants``, by what the sources and tests were: a run that was ended goes on where it
-was.  At the end `docs/mutants.md` is written.  A survivor is justified in `survivors.toml`, under its id; one
-that is not, or a share of killed mutants below the bound, is exit code 1.
+Results are kept in ``.mutants``, by what the sources, the tests and these programs were: a run that was
+ended goes on where it was.  At the end `docs/mutants.md` is written.  A survivor is justified in
+`survivors.toml`, under its id; one that is not, or a share of killed mutants below the bound, is exit code 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import takewhile
@@ -64,10 +64,10 @@ def sample(count: int, seed: int, only: str | None = None) -> list[Mutant]:
     return chosen
 
 
-def state() -> str:
-    """Of all sources and tests."""
+def state(files: Iterable[Path]) -> str:
+    """Of what is written there."""
     found = hashlib.sha256()
-    for file in mapping.paths():
+    for file in files:
         found.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:12]
 
@@ -143,7 +143,8 @@ def _progress(what: str, began: float, done: int, of: int) -> None:
 
 def judged(pool: ProcessPoolExecutor, found: Map, chosen: Sequence[Mutant], kept: Path) -> dict[str, Row]:
     """A row for each mutant, from an earlier run or judged now."""
-    rows = _rows(kept / "results.jsonl")
+    file = kept / f"results-{state(sorted(Path(__file__).parent.glob('*.py')))}.jsonl"
+    rows = _rows(file)
     past = _past()
     waiting = {}
     for mutant in chosen:
@@ -151,7 +152,7 @@ def judged(pool: ProcessPoolExecutor, found: Map, chosen: Sequence[Mutant], kept
             items, left = mapping.items(found, mapping.reached(found, mutant), past.get(mutant.id, ()))
             waiting[pool.submit(_judge, mutant, items, left)] = mutant
     began = time.monotonic()
-    with (kept / "results.jsonl").open("a", encoding="utf-8") as out:
+    with file.open("a", encoding="utf-8") as out:
         for number, done in enumerate(as_completed(waiting), 1):
             mutant, judgement = done.result()
             row = {"id": mutant.id, **asdict(mutant), **asdict(judgement)}
@@ -172,7 +173,7 @@ def _rows(file: Path) -> dict[str, Row]:
 def _past() -> dict[str, tuple[str, ...]]:
     """What killed a mutant when sources or tests were others: it is tried first."""
     found: dict[str, tuple[str, ...]] = {}
-    for file in sorted(KEPT.glob("*/results.jsonl"), key=lambda file: file.stat().st_mtime):
+    for file in sorted(KEPT.glob("*/results*.jsonl"), key=lambda file: file.stat().st_mtime):
         for key, row in _rows(file).items():
             if row["how"]:
                 found[key] = (row["by"], *row["by"].split())
@@ -280,7 +281,7 @@ def main() -> int:
     parser.add_argument("--module", help="of this module alone, such as checks.golden; no page is written")
     parser.add_argument("--only", metavar="ID", help="show one mutant, and judge it anew")
     given = parser.parse_args()
-    kept = KEPT / state()
+    kept = KEPT / state(mapping.paths())
     kept.mkdir(parents=True, exist_ok=True)
     if given.only:
         return repeat(given.only, 1, kept)
