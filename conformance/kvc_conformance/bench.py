@@ -154,14 +154,18 @@ class Bench:
 
     @property
     def small(self) -> KvModel:
-        """The declaration for a small model of the kind; without a config, the one for the facts given."""
+        """The declaration for a small model of the kind; without a config, the one for the facts given.
+
+        Raises:
+            CouldNotRun: it is not sound, which the clauses on declarations have said.
+        """
         if self._small is None:
             if not self.samples:
                 return self.declared
-            self._small, findings = parse(self.small_child.call("declare.declare").body)
-            if self._small is None or findings:
-                saw = f"for a small model of the same kind: {told(findings) or 'no declaration'}"
-                raise Failed(saw, fault="plugin")
+            small, findings = parse(self.small_child.call("declare.declare").body)
+            if small is None or findings:
+                raise CouldNotRun(f"needs the declaration of a small model of the kind: {told(findings)}")
+            self._small = small
         return self._small
 
     @property

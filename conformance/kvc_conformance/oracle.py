@@ -440,9 +440,13 @@ def _told(found: list[Image], first: int, where: Map, fill: Fill) -> str:
     if seen is not None:
         return f"found the value of {seen}\nwhere {belongs} belongs"
     wanted = [int(fill.codes(np.array([serial]), number)[0]) for number in range(len(found))]
-    kept = sum(code == want for code, want in zip(codes, wanted, strict=True))
-    what = "found a value that belongs nowhere"
-    if kept:
-        got, want = next((code, want) for code, want in zip(codes, wanted, strict=True) if code != want)
-        what = f"found a value that belongs nowhere: 0x{want:0{2 * width}x} became 0x{got:0{2 * width}x}"
-    return f"{what}\nwhere {belongs} belongs"
+    changed = [pair for pair in zip(codes, wanted, strict=True) if pair[0] != pair[1]]
+    told = [pair for pair in changed if entry is None or not all(_is_nan(code, entry.field) for code in pair)]
+    got, want = (told or changed)[0]
+    became = f"0x{want:0{2 * width}x} became 0x{got:0{2 * width}x}"
+    return f"found a value that belongs nowhere: {became}\nwhere {belongs} belongs"
+
+
+def _is_nan(code: int, field: Field) -> bool:
+    full, some = NAN_BITS.get(field.dtype, (0, 0))
+    return code & full == full and code & some != 0

@@ -41,6 +41,7 @@ MAX_TP: Final = (1, 8)
 WHOLE_LIMIT_BYTES: Final = 4 << 20
 """A page as large as declared, up to which conversions are called on it too."""
 
+HELD_OTHERS: Final = "saved, then restored, in memory that held other pages before"
 CONVERSIONS: Final = 16
 """Calls of a conversion on the same page: one that keeps state may be right most of the time."""
 
@@ -237,7 +238,7 @@ def _comes_back(bench: Bench, case: str) -> str:
     for key, groups, stored in _stored(fill.model):
         lies = side_by_side_map if form.layer_first else device_map
         maps = [lies(fill, groups, block).only(fill, stored) for block in range(len(sources))]
-        _expect(answers, f"restored|{key}", maps, fill, rows, "saved, then restored")
+        _expect(answers, f"restored|{key}", maps, fill, rows, HELD_OTHERS)
     return f"{shards} shard(s), {fill.passes} pass(es)"
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, parse, told
@@ -22,6 +23,7 @@ BEFORE_DECLARING: Final = frozenset(
 
 PURE: Final = "KVC-DECL-05"
 OPTIONS: Final = "KVC-DECL-10"
+RAISED: Final = "KVC-DECL-01"
 FACTS: Final = "KVC-DECL-11"
 TP_DEGREES: Final = (1, 2, 4, 8)
 FLOATS: Final = ("bfloat16", "float16", "float32")
@@ -31,6 +33,7 @@ def _static(clause_id: str) -> Check:
     def run(bench: Bench, _case: str) -> None:
         found = [item for item in bench.findings if item.clause == clause_id]
         found += _again(bench, clause_id, found)
+        found += [item for item in _of_samples(bench) if item.clause == clause_id]
         if found:
             raise Failed(told(found), where=found[0].where)
         if clause_id not in BEFORE_DECLARING:
@@ -76,18 +79,25 @@ def _options(bench: Bench, case: str) -> str:
     for name, value in _to_try(bench.model):
         model, findings = parse(bench.plugin.call("declare.declare", {"options": {name: value}}).body)
         lost = [item for item in findings if (item.clause, item.path) == (OPTIONS, f"options.{name}")]
-        if model is not None and lost:  # where it is refused, nothing is declared
+        wrong = _raised(findings) + (lost if model is not None else [])  # what is refused declares nothing
+        if wrong:
             raise Failed(
-                f"asked for {name} {value}: {lost[0].message}; an option is honoured, or refused by"
+                f"asked for {name} {value}: {wrong[0].message}; an option is honoured, or refused by"
                 f' `raise ctx.refuse("{name}", ...)`',
-                where=model.where,
+                where=wrong[0].where or bench.model.where,
             )
         tried.append(name)
     return f"tried: {', '.join(tried)}"
 
 
+def _raised(findings: Iterable[Finding]) -> list[Finding]:
+    """Those of a factory that raised something else than a refusal."""
+    return [item for item in findings if item.clause == RAISED]
+
+
 def _to_try(model: KvModel) -> Iterator[tuple[str, Any]]:
     """Options with values other than what is declared without them."""
+    yield "tp", 2
     sizes = model.page_tokens_allowed or (2 * model.page_tokens,)
     yield from (("page_tokens", size) for size in sizes if size != model.page_tokens)
     yield "key_tokens", 2 * model.record_tokens
@@ -113,19 +123,23 @@ def _refuse_guesses(bench: Bench) -> None:
     """
     if bench.model is None or not bench.samples:
         return
-    try:
-        config = bench.small_config  # its numbers are seldom anybody's guess
-    except (KeyError, TypeError, ValueError):  # it has nothing that could be made small
-        config = bench.samples[0]
+    config = _made_small(bench) or bench.samples[0]  # its numbers are seldom anybody's guess
     paths = list(keys_of(config))
-    base, *found = _declared_for(bench, [config, *(without(config, path) for path in paths)])
-    missed = {
-        path: model
-        for path, model in zip(paths, found, strict=True)
-        if base is not None and model is not None and first_difference(model, base)
-    }
+    (base, _), *found = _declared_for(bench, [config, *(without(config, path) for path in paths)])
+    if base is None:
+        return
+    missed = {}
+    for path, (model, findings) in zip(paths, found, strict=True):
+        for item in _raised(findings):
+            raise Failed(
+                f"for a config without {'.'.join(path)}, {item.message}; config.counts and config.facts name"
+                " what is missing",
+                where=item.where,
+            )
+        if model is not None and first_difference(model, base):
+            missed[path] = model
     for path, value in _taken(bench, config, list(missed)):
-        (meant,) = _declared_for(bench, [with_value(config, path, value)])
+        ((meant, _),) = _declared_for(bench, [with_value(config, path, value)])
         if meant is None and value is None:
             continue  # null is refused as such, and says nothing
         unlike = "that is refused" if meant is None else first_difference(missed[path], meant)
@@ -154,10 +168,46 @@ def _taken(
         yield from ((path, value) for value in values)
 
 
-def _declared_for(bench: Bench, configs: list[dict[str, Any]]) -> list[Any]:
-    """What is declared for each, as plain JSON; None where it is refused."""
+def _declared_for(bench: Bench, configs: list[dict[str, Any]]) -> list[tuple[Any, list[Finding]]]:
+    """What is declared for each, as plain JSON, and what is wrong with it; None where anything is."""
     answer = bench.plugin.call("declare.variants", {"configs": configs})
-    return [None if text is None else json.loads(text) for text in answer.body["models"]]
+    return [
+        (None if text is None else json.loads(text), [Finding(**item) for item in findings])
+        for text, findings in answer.body["found"]
+    ]
+
+
+def _made_small(bench: Bench) -> dict[str, Any] | None:
+    """The config of a small model of the kind; None: there is nothing that could be made small."""
+    try:
+        return bench.small_config
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _of_samples(bench: Bench) -> list[Finding]:
+    """What is wrong with what is declared for the plugin's own samples, and for a small model of the kind.
+
+    Where what is declared for the facts given is wrong, that is told alone.
+    """
+    if bench.findings or bench.model is None or not bench.samples:
+        return []
+    if "findings of samples" not in bench.kept:
+        small = _made_small(bench)
+        configs = {} if small is None else {"for a small model of the kind, ": small}
+        if bench.job["config"] is None and bench.job["checkpoint"] is None:
+            configs = {f"for kvc_samples[{i}], ": sample for i, sample in enumerate(bench.samples)} | configs
+        found = _declared_for(bench, list(configs.values()))
+        bench.kept["findings of samples"] = next(
+            (
+                [replace(item, path=f"{whose}{item.path}") for item in findings]
+                for whose, (_, findings) in zip(configs, found, strict=True)
+                if findings
+            ),
+            [],
+        )
+    kept: list[Finding] = bench.kept["findings of samples"]
+    return kept
 
 
 def _same_for_every_tp(bench: Bench, _case: str) -> str:

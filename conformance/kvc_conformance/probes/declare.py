@@ -44,17 +44,18 @@ def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, An
 def variants(session: Session, arguments: dict[str, Any], arrays: Mapping[str, Any]) -> Message:
     """Call the factory for other configs, all else being equal.
 
-    Arguments: ``configs``.  Returns ``models``, one for each: JSON, or null where none is declared or what is
-    declared breaks clauses.
+    Arguments: ``configs``.  Returns ``found``, for each what is declared, as JSON, and the findings; null
+    where nothing is declared, or where there are findings.
     """
     del arrays
     opened = open_launch(session)
-    models = []
+    found = []
     for config in arguments["configs"]:
         ctx = replace(opened.ctx, config=Config(config), model=None)
         model, findings = opened.plugin.declare(ctx)
-        models.append(None if model is None or findings else model.canonical_json())
-    return Message({"models": models})
+        text = None if model is None or findings else model.canonical_json()
+        found.append([text, [item.as_json() for item in findings]])
+    return Message({"found": found})
 
 
 def open_launch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ def write(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
 def roundtrip(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Message:
     """Write pages and slots, save them as records, poison the memory, restore them elsewhere.
 
+    Before that the same memory has held, saved and restored other pages: each what its neighbour will hold.
     Arguments: ``page_tokens``, ``record_pages``, ``sources``, ``targets`` (block ids), ``blocks``,
     ``max_tp``, ``poison`` (a byte), ``layer_first``.  Arrays: ``arena|field`` uint8[n, *axes, width].
     Returns ``after_save|SPACE`` and ``restored|SPACE`` (uint8[blocks, stride]) and, for each part,
@@ -75,6 +76,12 @@ def roundtrip(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
     tier = DramTier(1 << 28, lane=lane)
     trips = [_Trip.of(model, part, arguments) for part in parts(model)]
 
+    others = {name: np.roll(array, 1, axis=0) for name, array in arrays.items()}
+    for held in memory.values():
+        _fill(held.binding, others, arguments["sources"])
+    for trip in trips:
+        trip.earlier.save(worker, tier)
+        trip.earlier.load(worker, tier)
     for held in memory.values():
         held.poison(arguments["poison"])
         _fill(held.binding, arrays, arguments["sources"])
@@ -123,6 +130,11 @@ class _Trip:
         shape = (-1, model.record_pages) if paged and model.record_pages > 1 else (-1,)
         sources, targets = (np.array(arguments[name]).reshape(shape) for name in ("sources", "targets"))
         return cls(part, sources, targets, np.arange(1, 2 * len(sources) + 1, dtype=np.uint64).reshape(-1, 2))
+
+    @property
+    def earlier(self) -> _Trip:
+        """The same places under other keys."""
+        return replace(self, keys=self.keys + np.uint64(2 * self.keys.size))
 
     def save(self, worker: Worker, tier: DramTier) -> list[int]:
         """The outcomes."""
