@@ -74,6 +74,7 @@ class Bench:
         findings: what is wrong with it, statically.
         stand_ins: facts that the plugin marks as still to be filled in.
         samples: configs to build small checkpoints from.
+        variables: of the environment, those that the plugin's own code looks at.
         runs: whether the plugin brings an executor or asks for the generic one.
         built_in: whether it is part of this distribution, whose fault a failure then is.
         shrunk: what was changed to make the small model, by key.
@@ -89,6 +90,7 @@ class Bench:
     findings: tuple[Finding, ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
     samples: tuple[dict[str, Any], ...] = ()
+    variables: tuple[str, ...] = ()
     runs: bool = False
     built_in: bool = False
     shrunk: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class Bench:
 
     @property
     def peer(self) -> Child:
-        """A second child that has the plugin, for the same facts."""
+        """A second child that has the plugin, for the same facts, and finds others in its environment."""
         return self._child("peer", self.job)
 
     @property
@@ -214,8 +216,15 @@ class Bench:
                 child.close()
             # Those that are compared come from interpreters of their own: what depends on hashes differs.
             forked = name not in {"plugin", "peer"}
-            child = self._children[name] = Child(job, threads=self._threads, forked=forked)
+            swayed = self.swayed if name == "peer" else {}
+            child = self._children[name] = Child(job, threads=self._threads, forked=forked, swayed=swayed)
         return child
+
+    @property
+    def swayed(self) -> dict[str, str]:
+        """The variables that the plugin looks at, each with a value that it does not have here."""
+        here = scrubbed(self._threads)
+        return {name: "2" if here.get(name) == "1" else "1" for name in self.variables}
 
     @property
     def _threads(self) -> int | None:

@@ -73,12 +73,20 @@ class Child:
         threads: of the child's arithmetic; None leaves it to the libraries.
         forked: born in a nursery, where what it needs is imported; hashes and the like are then the same in
             all of them.
+        swayed: variables of the environment that differ from this process's.
     """
 
-    def __init__(self, job: Mapping[str, Any], *, threads: int | None = None, forked: bool = False) -> None:
+    def __init__(
+        self,
+        job: Mapping[str, Any],
+        *,
+        threads: int | None = None,
+        forked: bool = False,
+        swayed: Mapping[str, str] | None = None,
+    ) -> None:
         ours, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        environment = scrubbed(threads)
+        environment = {**scrubbed(threads), **(swayed or {})}
         born = nursery(environment, threads) if forked else None
         process = None if born is None else born.spawn(theirs, self._log, environment)
         self._process = process or subprocess.Popen(  # noqa: S603 - our own interpreter and module

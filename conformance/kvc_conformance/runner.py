@@ -223,6 +223,7 @@ def _load(bench: Bench) -> _Refusal | None:
     bench.stand_ins = tuple(StandIn(**mark) for mark in answer["stand_ins"])
     bench.runs = bool(answer["runs"])
     bench.samples = tuple(answer["samples"])
+    bench.variables = tuple(answer["variables"])
     if answer["config"] is not None:
         bench.samples = (dict(answer["config"]), *bench.samples)
     return None

@@ -51,18 +51,25 @@ def _again(bench: Bench, clause_id: str, found: list[Finding]) -> list[Finding]:
 
 
 def _pure(bench: Bench, case: str) -> str:
-    """KVC-DECL-05: the same in a second call, and in a process of other hashes."""
+    """KVC-DECL-05: the same in a second call, and in a process of other hashes and variables."""
     _static(PURE).run(bench, case)
-    other, findings = parse(bench.peer.call("declare.declare").body)
+    where = bench.declared.where
+    variables = " and ".join(f"{name} is {value}" for name, value in bench.swayed.items())
+    another = f"another process, where {variables}," if variables else "another process"
+    try:
+        other, findings = parse(bench.peer.call("declare.declare").body)
+    except ProbeFailed as error:
+        if not variables:
+            raise
+        raise Failed(f"{another} declares nothing: {error.text}", where=where) from error
     if other is None:
-        raise Failed(f"another process declares nothing: {told(findings)}", where=bench.declared.where)
+        raise Failed(f"{another} declares nothing: {told(findings)}", where=where)
     unlike = first_difference(_plain(other), _plain(bench.declared))
     if unlike is not None:
-        raise Failed(
-            f"another process declares something else: {unlike}; sets have another order in each process, and"
-            " names, times and numbers of processes are others",
-            where=bench.declared.where,
-        )
+        why = "sets have another order in each process, and names, times and numbers of processes are others"
+        if variables:
+            why = "a declaration follows from ctx alone, or workers of other environments would not agree"
+        raise Failed(f"{another} declares something else: {unlike}; {why}", where=where)
     return "equal in two processes"
 
 

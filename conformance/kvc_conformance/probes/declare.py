@@ -13,6 +13,7 @@ from typing import Any
 
 from kvc_conformance.channel import Message
 from kvc_conformance.child import Session
+from kvc_conformance.probes.environment import watched
 from kvcontract.contract import plugins
 from kvcontract.contract.options import Config
 from kvcontract.core.launch import Launch, Runtime, Source, launch
@@ -25,9 +26,14 @@ def load(session: Session, arguments: dict[str, Any], arrays: Mapping[str, Any])
 
 
 def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, Any]) -> Message:
-    """Load the plugin and call its factory; arguments may override ``options``."""
+    """Load the plugin and call its factory; arguments may override ``options``.
+
+    Among what is returned are ``variables``: those of the environment that the plugin's own code looks at.
+    """
     del arrays
-    opened = open_launch(session, arguments.get("options"))
+    with watched(_looked(session)):
+        opened = open_launch(session, arguments.get("options"))
+    own = opened.plugin.module.__name__.partition(".")[0]
     declared = opened.declared
     body = {
         "model": None if declared is None else declared.canonical_json(),
@@ -36,6 +42,7 @@ def declare(session: Session, arguments: dict[str, Any], arrays: Mapping[str, An
         "stand_ins": [asdict(mark) for mark in opened.stand_ins],
         "runs": opened.plugin.implements("kvc_executor"),
         "plugin": opened.plugin.dist,
+        "variables": sorted(name for who, name in _looked(session) if who == own),
         "config": None if opened.ctx.config is None else dict(opened.ctx.config),
     }
     return Message(body)
@@ -73,10 +80,16 @@ def open_launch(
 
 def _load(session: Session) -> plugins.Plugin:
     job = session.job
-    plugin = plugins.load(job["name"], file=_path(job["file"]))
+    with watched(_looked(session)):
+        plugin = plugins.load(job["name"], file=_path(job["file"]))
     file = Path(plugin.module.__file__ or "")
     job["homes"] = [str(file if job["file"] else file.parent)]
     return plugin
+
+
+def _looked(session: Session) -> set[tuple[str, str]]:
+    looked: set[tuple[str, str]] = session.objects.setdefault("variables looked at", set())
+    return looked
 
 
 def _path(text: str | None) -> Path | None:
