@@ -16,6 +16,7 @@ from kvcontract import (
     Repack,
     StaticScale,
     WeightIdentity,
+    Window,
 )
 from kvcontract.contract.check import check_model, static_clauses
 from kvcontract.contract.clauses import CLAUSES, LEVELS, clause
@@ -31,6 +32,7 @@ def one_field(**more: object) -> tuple[Arena, ...]:
 
 
 STATE = Field(name="s", dtype="float32", axes={"n": 4})
+RING = Field(name="k", dtype="bfloat16", axes={"token": 32, "dim": 8})
 
 BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
     ("KVC-DECL-06", "groups[1].name", lambda: model(groups=(Group(name="kv"), Group(name="kv")))),
@@ -61,6 +63,18 @@ BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
         "KVC-DECL-12",
         "groups[0].weights",
         lambda: model(groups=(Group(name="kv", weights=WeightIdentity(kind="unresolved")),)),
+    ),
+    (
+        "KVC-DECL-12",
+        "groups[2].reach",
+        lambda: model(
+            groups=(
+                Group(name="kv"),
+                Group(name="near", reach=Window(tokens=17)),
+                Group(name="ring", kind="bounded", reach=Window(tokens=17)),
+            ),
+            arenas=(arena(0), arena(1, group="near"), arena(2, group="ring", fields=(RING,))),
+        ),
     ),
     ("KVC-DECL-12", "groups[0].kind", lambda: model(groups=(Group(name="kv", kind="static"),))),
     ("KVC-DECL-12", "arenas[0].tokens_per_row", lambda: model(arenas=(arena(0, tokens_per_row=4),))),
