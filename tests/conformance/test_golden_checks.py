@@ -199,8 +199,8 @@ def test_prefix_01_a_right_engine_is_exact_over_every_kind_of_prompt(fleet: Flee
     assert str(ORIGINAL.run(bench, "fp32, page 4, mixed")).startswith("largest difference 0 at 48 positions")
     assert bench.kept == {"right alone 4": False}
     assert set(fleet.poisons) == {0xFF}
-    assert [item["max_chunk_tokens"] for item in fleet.settings] == [3, 3]
-    assert fleet.settings[0]["pages"] > (301 + 4) // PAGE
+    steps = {"max_batch_tokens": 9, "max_chunk_tokens": 3, "max_requests": 5}
+    assert fleet.settings == [{"pages": 92, **steps}, {"pages": 18, **steps}]
     assert fleet.asked[0]["dtype"] == "float32"
     assert fleet.asked[0]["device"] == "cpu"
     assert fleet.asked[0]["folder"] == "weights"
@@ -338,7 +338,9 @@ def test_prefix_03_within_bounds_of_the_original_and_of_itself(fleet: Fleet) -> 
     for kind in ("original", "other split"):
         assert "regret 0.000" in str(BOUNDS.run(bench_of(fleet), f"bf16, page 4, {kind}"))
     assert [asked["dtype"] for asked in fleet.asked] == ["bfloat16", "float32"]
-    assert [settings["max_chunk_tokens"] for settings in fleet.settings] == [3, 3, 4]
+    plain = {"pages": 18, "max_batch_tokens": 7, "max_chunk_tokens": 3}
+    assert fleet.settings == [plain, plain, {**plain, "max_chunk_tokens": 4, "prefix_cache": True}]
+    assert fleet.poisons == [0xFF, 0xFF, 0xFF, None]
     fleet.dtype = "float8_e4m3fn"
     BOUNDS.run(bench_of(fleet), "bf16, page 4, original")
     assert [asked["dtype"] for asked in fleet.asked] == ["bfloat16", "float32", "bfloat16"]
