@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,69 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from near import Change, Near, Spoilt, told
 
 from kvc_conformance import tier_rig
 from kvc_conformance.bench import Failed, NotApplicable
 from kvc_conformance.channel import Message
 from kvc_conformance.checks import TIER_CHECKS, tier, tier_damage, tier_life
-from kvc_conformance.child import PROBES, Session, describe
 from kvc_conformance.driver import ProbeFailed
-from kvcontract.contract.errors import KvContractError
 from kvcontract.tiers.base import Code
 
 CHECKS = {check.clause: check for check in TIER_CHECKS}
 Body = dict[str, Any]
-Change = Callable[[Message], None]
-
-
-@dataclass
-class Spoilt:
-    """One answer to be changed.
-
-    Attributes:
-        probe: which probe's; with "peer " before it, the second process's alone.
-        nth: from which of its answers on; negative: this one alone.
-        change: how.
-    """
-
-    probe: str
-    nth: int
-    change: Change
-
-
-class Near:
-    """What a child does, done here."""
-
-    def __init__(self, name: str, spoilt: tuple[Spoilt, ...], whose: str) -> None:
-        job = {"name": name, "file": None, "plugin_options": {}}
-        self.session, self.spoilt, self.counts = Session(job=job), spoilt, Counter[str]()
-        self.whose = whose
-
-    def call(
-        self, probe: str, arguments: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
-    ) -> Message:
-        """Execute a probe; change its answer if it is to be."""
-        family, _, name = probe.partition(".")
-        function = getattr(importlib.import_module(PROBES[family]), name)
-        try:
-            answer: Message = function(self.session, dict(arguments), arrays or {})
-        except KvContractError as error:
-            raise ProbeFailed(describe(error, {})) from error
-        self.counts[name] += 1
-        for item in self.spoilt:
-            if item.probe in {name, f"{self.whose} {name}"} and (
-                self.counts[name] >= item.nth if item.nth > 0 else self.counts[name] == -item.nth
-            ):
-                item.change(answer)
-        return answer
-
-    def close(self) -> None:
-        """Whatever tier is left."""
-        for made in self.session.objects.values():
-            if hasattr(made, "tier"):
-                for lease in made.leases.values():
-                    lease.release()
-                made.tier.close(made.clock() + 1)
 
 
 @dataclass
@@ -91,7 +37,9 @@ class Bench:
 @contextmanager
 def bench_of(folder: Path, name: str, *spoilt: Spoilt) -> Iterator[Any]:
     """A tier of ours, and what is changed of its answers."""
-    one, two = Near(name, spoilt, "first"), Near(name, spoilt, "peer")
+    one, two = (
+        Near({"name": name, "file": None, "plugin_options": {}}, spoilt, whose) for whose in ("first", "peer")
+    )
     try:
         yield Bench(folder, one, two)
     finally:
@@ -104,11 +52,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not happen at once does not happen."""
     for module in (tier_rig, tier, tier_life, tier_damage):
         monkeypatch.setattr(module, "eventually", partial(tier_rig.eventually, patience_s=0.05))
-
-
-def told(**values: Any) -> Change:
-    """Other values."""
-    return lambda answer: answer.body.update(values)
 
 
 def code(*codes: Code, at: int = 0) -> Change:
