@@ -22,7 +22,7 @@ from kvc_conformance.golden import Logits, Run
 from kvcontract import Arena, Field, Group, KvModel, WeightIdentity, Window
 
 PAGE, VOCAB, CONTEXT = 4, 24, 2000
-_, ORIGINAL, DEVICE_HIT, BOUNDS, RESTORED = CHECKS
+THE_MAP, ORIGINAL, DEVICE_HIT, BOUNDS, RESTORED = CHECKS
 
 
 def model_of(dtype: str = "float32", **more: Any) -> KvModel:
@@ -402,3 +402,62 @@ def test_a_narrow_cache_is_run_as_declared_too(fleet: Fleet) -> None:
 
     broken: Any = Broken()
     assert cases(broken) == ("fp32, page 0",)
+
+
+def test_prefix_01_a_map_is_held_against_the_declaration(fleet: Fleet) -> None:
+    """A right one is told; a wrong one with the author's line; who brings an executor has none."""
+    bench = bench_of(fleet)
+    said: dict[str, Any] = {"model": model_of().canonical_json(), "where": "plugin.py:9"}
+
+    def call(probe: str, **_: Any) -> Any:
+        assert probe == "engine.layer_map"
+        return SimpleNamespace(body=said)
+
+    bench.small_plugin = SimpleNamespace(call=call)
+    said["layers"] = [[0, "a", "k"]]
+    assert THE_MAP.run(bench, "the map") == "1 layers, each in arenas of its own"
+    said["layers"] = [[1, "a", "k"]]
+    with pytest.raises(Failed, match="layer 1 of the model writes into arena a") as failed:
+        THE_MAP.run(bench, "the map")
+    assert (failed.value.evidence.where, failed.value.evidence.fault) == ("plugin.py:9", "plugin")
+    said["layers"] = None
+    with pytest.raises(NotApplicable, match="its own executor"):
+        THE_MAP.run(bench, "the map")
+
+
+def test_pages_of_one_token_are_cut_by_themselves(fleet: Fleet) -> None:
+    """Chunks are neither divisors nor multiples of a page."""
+    for page, chunk in ((1, 5), (2, 5), (3, 2)):
+        fleet.settings.clear()
+        bench = bench_of(fleet, model_of(page_tokens=page))
+        ORIGINAL.run(bench, f"fp32, page {page}, alone")
+        BOUNDS.run(bench, f"bf16, page {page}, original")
+        assert [item["max_chunk_tokens"] for item in fleet.settings] == [chunk, chunk]
+
+
+def test_prefix_03_a_cache_of_all_bits_is_measured_in_float32(fleet: Fleet) -> None:
+    """Sixteen bits are all that models compute in."""
+    fleet.dtype = "bfloat16"
+    BOUNDS.run(bench_of(fleet), "bf16, page 4, original")
+    assert [asked["dtype"] for asked in fleet.asked] == ["bfloat16", "float32"]
+
+
+def test_every_check_is_planned_for_what_is_declared(fleet: Fleet) -> None:
+    """The map and the three gates, at each page size, in each precision; what is narrow as declared too."""
+    bench = bench_of(fleet, model_of("float8_e4m3fn"))
+    kinds = ["fp32", "bf16", "as declared"]
+    assert [(check.clause, check.cases(bench)) for check in CHECKS] == [
+        ("KVC-PREFIX-01", ("the map",)),
+        ("KVC-PREFIX-01", ("fp32, page 4, alone", "fp32, page 4, mixed")),
+        ("KVC-PREFIX-02", tuple(f"{kind}, page 4" for kind in kinds)),
+        (
+            "KVC-PREFIX-03",
+            tuple(f"{kind}, page 4, {how}" for kind in kinds[1:] for how in ("original", "other split")),
+        ),
+        (
+            "KVC-OFFLOAD-02",
+            tuple(
+                f"{kind}, page 4, {how}" for kind in kinds for how in ("dram", "restarted over a disk tier")
+            ),
+        ),
+    ]

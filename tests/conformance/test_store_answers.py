@@ -284,3 +284,53 @@ def test_figures_are_told_of_what_is_right(tmp_path: Path, clause: str, case: st
     """A sound store passes; how much was tried is told."""
     with bench_of(tmp_path) as bench:
         assert CHECKS[clause].run(bench, case) == said
+
+
+BROKEN = (
+    "payload bit flipped",
+    "header byte flipped",
+    "two records swapped",
+    "record of another model",
+    "record is lost",
+    "load fails",
+    "load raises",
+    "load is silent",
+    "lookup raises",
+    "lookup is silent",
+    "presence too long",
+    "presence too short",
+)
+
+
+def test_every_case_of_a_clause_is_planned(tmp_path: Path) -> None:
+    """KVC-PREFIX-05 to KVC-OFFLOAD-05: no case can be left out without a word."""
+    with bench_of(tmp_path) as bench:
+        planned = {clause: check.cases(bench) for clause, check in CHECKS.items()}
+    beside = [f"{group}: {kind}" for group in ("win", "gdn") for kind in BROKEN if "swapped" not in kind]
+    assert planned == {
+        B2: ("sealed in time", "sealed late", "never sealed", "ended at a boundary", "reverted"),
+        B3: ("",),
+        B4: ("on the device", "from a tier"),
+        B5: ("no free slot", "a budget below one snapshot"),
+        P5: ("page 1", "page 3", "page 16"),
+        P6: ("scopes", "identities"),
+        P7: ("page 1", "page 3", "page 5"),
+        P8: ("page 1", "page 3", "page 16"),
+        O1: (
+            *(
+                f"page {size}, {memory}"
+                for size in ("1", "3", "16", "3 x 2", "1 x 3")
+                for memory in ("page-first", "layer-first")
+            ),
+            "page 3, restarted over a disk tier",
+            "page 1 x 3, restarted over a disk tier",
+        ),
+        O3: ("nothing is damaged", *BROKEN, *beside),
+        O4: (SCRIPTS, "a mixed run"),
+        O5: (
+            "lasting tier, unresolved weights",
+            "lasting tier, resolved weights",
+            "DRAM tier, tp 1",
+            "DRAM tier, tp 2",
+        ),
+    }

@@ -388,3 +388,27 @@ def test_present_means_loadable(tmp_path: Path) -> None:
         ),
     ):
         CHECKS["KVC-TIER-11"].run(bench, "present means loadable")
+
+
+def test_every_case_of_a_clause_is_planned(tmp_path: Path) -> None:
+    """KVC-TIER-01 to KVC-TIER-17: no case can be left out without a word."""
+    with bench_of(tmp_path, "dram") as bench:
+        planned = {check.clause.removeprefix("KVC-TIER-"): check.cases(bench) for check in TIER_CHECKS}
+    assert len(planned) == len(TIER_CHECKS)
+    assert planned.pop("15") == tuple(tier_damage.DAMAGES)
+    assert planned.pop("02") == tuple(tier.SHAPES)
+    assert planned == {
+        **dict.fromkeys(("01", "06", "10"), ("",)),
+        "03": ("0 keys", "7 keys", "500 keys"),
+        "04": ("room", "no room"),
+        "05": ("again", "too late", "too large", "no room"),
+        "07": ("stays", "load outlives it", "released", "dropped", "late"),
+        "08": ("in all", "oversized"),
+        "09": ("save", "lookup", "load"),
+        "11": ("discarded", "replaced", "present means loadable"),
+        "12": ("stays", "released", "time is over"),
+        "13": ("landed", "visible", "durable", "gauges", "close"),
+        "14": ("closed", "killed"),
+        "16": ("seen", "leases", "handoffs"),
+        "17": ("losses", "reset"),
+    }
