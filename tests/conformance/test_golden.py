@@ -258,6 +258,18 @@ def test_prefix_03_regret_is_the_references() -> None:
     assert Distance.of(ours, reference).regret[0] == pytest.approx(np.log(0.5 / 0.3), abs=1e-5)
 
 
+def test_prefix_03_of_equally_likely_tokens_the_first_are_compared() -> None:
+    """Which of them are the likeliest does not depend on how they are sorted."""
+    reference, ours = np.zeros((1, 64), np.float32), np.zeros((1, 64), np.float32)
+    reference[0, 40:] = 1
+    ours[0, 40:48] = 1
+    first = Distance.of(ours, reference).top
+    ours[0, 48:] = -1e3
+    assert first.shape == (1, 8)
+    assert len(set(first[0].tolist())) == 1
+    assert (Distance.of(ours, reference).top < 10).all()
+
+
 # What a step writes
 
 FILLS = (0xA5, 0x5A)

@@ -339,20 +339,22 @@ def test_figures_are_told_of_what_is_right(
 
 
 @pytest.mark.parametrize(
-    ("number", "case", "changes"),
+    ("number", "case", "changes", "said"),
     [
-        ("14", "closed", {}),
-        ("14", "killed", {}),
-        ("16", "seen", {}),
-        ("17", "losses", {"tells_losses": False}),
-        ("17", "reset", {"resets": False}),
+        ("14", "closed", {}, "what is left after a restart is right"),
+        ("14", "killed", {}, "it does not say that it is persistent"),
+        ("16", "seen", {}, "a second process finds nothing"),
+        ("17", "losses", {"tells_losses": False}, "it has no on_loss"),
+        ("17", "reset", {"resets": False}, "it has no reset"),
     ],
 )
-def test_what_is_not_claimed_is_not_asked(tmp_path: Path, number: str, case: str, changes: Body) -> None:
+def test_what_is_not_claimed_is_not_asked(
+    tmp_path: Path, number: str, case: str, changes: Body, said: str
+) -> None:
     """A tier in memory neither lasts nor is shared; what is optional may be left out."""
     with (
         bench_of(tmp_path, "dram", Spoilt("build", 1, told(**changes))) as bench,
-        pytest.raises(NotApplicable),
+        pytest.raises(NotApplicable, match=said),
     ):
         CHECKS[f"KVC-TIER-{number}"].run(bench, case)
 
