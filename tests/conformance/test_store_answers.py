@@ -268,7 +268,16 @@ def test_what_other_scripts_left_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("clause", "case", "said"),
     [
-        (B2, "reverted", ""),
+        *((B2, case, "") for case in snapshots.PUBLISHED),
+        (B3, "", ""),
+        (B4, "on the device", "hit 0 of 61 tokens"),
+        (P6, "identities", "numerics, weights and secret tell stores apart"),
+        (O1, "page 3, restarted over a disk tier", "32 B a token, 32 B a slot"),
+        (O1, "page 3, layer-first", "32 B a token, 32 B a slot"),
+        (O3, "win: load fails", "hit 4 of 5 pages"),
+        (O3, "gdn: load raises", "hit 0 of 5 pages"),
+        *((O5, case, "") for case in ("lasting tier, unresolved weights", "lasting tier, resolved weights")),
+        *((O5, f"DRAM tier, tp {tp}", "") for tp in (1, 2)),
         (B4, "from a tier", "hit 24 of 61 tokens"),
         (B5, "a budget below one snapshot", "refused with the number needed"),
         (B5, "no free slot", "nothing taken, nobody stopped"),
