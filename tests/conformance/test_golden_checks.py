@@ -461,3 +461,11 @@ def test_every_check_is_planned_for_what_is_declared(fleet: Fleet) -> None:
             ),
         ),
     ]
+
+
+def test_a_single_fault_is_told_in_its_own_words(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is added where one request is wrong."""
+    monkeypatch.setattr(golden, "beyond_bounds", lambda *_: "far away")
+    with pytest.raises(Failed) as failed:
+        BOUNDS.run(bench_of(fleet), "bf16, page 4, original")
+    assert failed.value.evidence.saw == "far away"
