@@ -199,6 +199,10 @@ BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
             ("arenas[1].fields[0].name", {"arenas": (arena(0), arena(1, fields=(plane("a/b"),)))}),
             ("arenas[0].fields[0].axes", {"arenas": one_field(axes={"": 4})}),
             ("repack.arenas[0].name", {"repack": Repack(arenas=(arena(0, name="a/b"), arena(1)))}),
+            (
+                "repack.arenas[0].fields[0].name",
+                {"repack": Repack(arenas=(arena(0, fields=(plane("a/b"),)), arena(1)))},
+            ),
             ("repack.arenas[1].group", {"repack": Repack(arenas=(arena(0), arena(1, group="vk")))}),
         )
     ),
