@@ -285,7 +285,7 @@ def test_explain_tells_what_an_object_of_a_declaration_is_for(capsys: pytest.Cap
     assert "float8_e4m3fn" in run(capsys, "explain", "Field")[1]
     for name in kvcontract.__all__:
         assert run(capsys, "explain", name)[0] == 0
-    assert run_json(capsys, "explain", "Window")[1]["fields"] == {"tokens": "", "sink_tokens": "=0"}
+    assert run_json(capsys, "explain", "Window")[1]["fields"]["sink_tokens"] == "=0"
 
 
 def test_explain_says_where_a_clause_applies(capsys: pytest.CaptureFixture[str]) -> None:

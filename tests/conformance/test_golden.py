@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvc_conformance.checks.golden import contradictions
+from kvc_conformance.checks.layer_map import contradictions
 from kvc_conformance.footprint import Batch, Footprint, Place, rows_of_bytes
 from kvc_conformance.golden import (
     Distance,
