@@ -141,12 +141,19 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     if failure is not None and not failure.loaded:
         sentence = f"{request.name}: could not be loaded: {failure.evidence.saw}"
         verdict = Verdict("not conformant", None, sentence, NOT_LOADED)
-    elif request.only and verdict.exit_code == 0:
+    elif request.only and _selection_holds(request, results):
         sentence = f"{request.name}: every selected clause holds; a selection certifies nothing"
         verdict = Verdict("incomplete", None, sentence, 3)
     verdict = weighed(verdict, fold(results), request.waivers, datetime.now(UTC).date())
     plan, ran_in = tuple(runner.plan), environment(bench, request)
     return Report(request, plan, tuple(results), verdict, ran_in, bench.model)
+
+
+def _selection_holds(request: Request, results: list[Result]) -> bool:
+    worst = fold(results)
+    return all(worst.get(clause(item).id) in HOLDS for item in request.only) and not any(
+        outcome in BROKEN for outcome in worst.values()
+    )
 
 
 def _subject(request: Request) -> _Subject:
