@@ -26,3 +26,9 @@ def is_nan(elements: NDArray[np.uint8], nan: tuple[int, int]) -> NDArray[np.bool
     full, some = np.uint64(nan[0]), np.uint64(nan[1])
     found: NDArray[np.bool_] = (codes & full == full) & (codes & some != 0)
     return found
+
+
+def codes_nan(dtype: str, *codes: int) -> list[bool]:
+    """Which elements of a dtype, each given as its bits, are NaN."""
+    full, some = NAN_BITS.get(dtype, (0, 0))
+    return [code & full == full and code & some != 0 for code in codes]

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvc_conformance.nan import NAN_BITS, is_nan
+from kvc_conformance.nan import NAN_BITS, codes_nan, is_nan
 from kvcontract.contract.dtypes import DTYPE_BITS
 from kvcontract.contract.errors import InternalFault
 from kvcontract.contract.model import Arena, Field, KvModel
@@ -441,12 +441,7 @@ def _told(found: list[Image], first: int, where: Map, fill: Fill) -> str:
         return f"found the value of {seen}\nwhere {belongs} belongs"
     wanted = [int(fill.codes(np.array([serial]), number)[0]) for number in range(len(found))]
     changed = [pair for pair in zip(codes, wanted, strict=True) if pair[0] != pair[1]]
-    told = [pair for pair in changed if entry is None or not all(_is_nan(code, entry.field) for code in pair)]
+    told = [pair for pair in changed if entry is None or not all(codes_nan(entry.field.dtype, *pair))]
     got, want = (told or changed)[0]
     became = f"0x{want:0{2 * width}x} became 0x{got:0{2 * width}x}"
     return f"found a value that belongs nowhere: {became}\nwhere {belongs} belongs"
-
-
-def _is_nan(code: int, field: Field) -> bool:
-    full, some = NAN_BITS.get(field.dtype, (0, 0))
-    return code & full == full and code & some != 0

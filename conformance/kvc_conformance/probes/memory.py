@@ -76,15 +76,11 @@ def roundtrip(session: Session, arguments: dict[str, Any], arrays: Mapping[str, 
     tier = DramTier(1 << 28, lane=lane)
     trips = [_Trip.of(model, part, arguments) for part in parts(model)]
 
-    others = {name: np.roll(array, 1, axis=0) for name, array in arrays.items()}
-    for held in memory.values():
-        _fill(held.binding, others, arguments["sources"])
+    _fill_all(memory, {name: np.roll(array, 1, axis=0) for name, array in arrays.items()}, arguments)
     for trip in trips:
         trip.earlier.save(worker, tier)
         trip.earlier.load(worker, tier)
-    for held in memory.values():
-        held.poison(arguments["poison"])
-        _fill(held.binding, arrays, arguments["sources"])
+    _fill_all(memory, arrays, arguments)
     before = {key: held.image() for key, held in memory.items()}
     saved = {trip.part.name: trip.save(worker, tier) for trip in trips}
     after_save = {key: held.image() for key, held in memory.items()}
@@ -380,6 +376,15 @@ def _page_first(binding: Binding) -> torch.Tensor:
 def _image(binding: Binding) -> NDArray[np.uint8]:
     image: NDArray[np.uint8] = _page_first(binding).cpu().numpy().copy()
     return image
+
+
+def _fill_all(
+    memory: Mapping[str, _Memory], arrays: Mapping[str, NDArray[Any]], arguments: dict[str, Any]
+) -> None:
+    """What `roundtrip` is given lies in the blocks that it saves, and poison in all others."""
+    for held in memory.values():
+        held.poison(arguments["poison"])
+        _fill(held.binding, arrays, arguments["sources"])
 
 
 def _fill(binding: Binding, arrays: Mapping[str, NDArray[Any]], blocks: Any) -> None:
