@@ -25,7 +25,7 @@ def command(
     everything: Annotated[bool, typer.Option("--all", help="List every clause.")] = False,
     json: JsonFlag = False,
 ) -> int:
-    """Explain a clause of the contract, or an object of a declaration.
+    """Explain a clause, or an object of a declaration.
 
     Examples: kvc explain KVC-LAYOUT-05 · kvc explain Group
     """

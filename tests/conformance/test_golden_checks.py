@@ -193,12 +193,12 @@ def test_prefix_01_a_right_engine_is_exact_over_every_kind_of_prompt(fleet: Flee
     """Around a page's end, over several, beyond windows; then several requests, some of which decode."""
     bench = bench_of(fleet)
     said = ORIGINAL.run(bench, "fp32, page 4, alone")
-    assert str(said).startswith("largest difference 0 at 345 positions; smallest top-1 margin ")
-    assert [[job.prompt_tokens for job in jobs] for jobs in fleet.ran] == [[3], [4], [5], [17], [301]]
+    assert str(said).startswith("largest difference 0 at 351 positions; smallest top-1 margin ")
+    assert [[job.prompt_tokens for job in jobs] for jobs in fleet.ran] == [[3], [4], [5], [17], [301], [3]]
     assert bench.kept == {"right alone 4": True}
     assert str(ORIGINAL.run(bench, "fp32, page 4, mixed")).startswith("largest difference 0 at 48 positions")
     assert bench.kept == {"right alone 4": False}
-    assert set(fleet.poisons) == {0xFF}
+    assert set(fleet.poisons) == {0xFF, 0}
     steps = {"max_batch_tokens": 9, "max_chunk_tokens": 3, "max_requests": 5}
     assert fleet.settings == [{"pages": 92, **steps}, {"pages": 18, **steps}]
     assert fleet.asked[0]["dtype"] == "float32"
@@ -216,7 +216,7 @@ def test_prefix_01_windows_and_short_contexts_change_what_is_tried(fleet: Fleet)
     ORIGINAL.run(
         bench_of(fleet, model_of(groups=groups, arenas=(*model_of().arenas, near))), "fp32, page 4, alone"
     )
-    assert [[job.prompt_tokens for job in jobs] for jobs in fleet.ran] == [[3], [4], [5], [17], [10]]
+    assert [[job.prompt_tokens for job in jobs] for jobs in fleet.ran] == [[3], [4], [5], [17], [10], [3]]
 
 
 def test_prefix_01_what_is_wrong_is_told_with_the_line(fleet: Fleet) -> None:
@@ -226,7 +226,7 @@ def test_prefix_01_what_is_wrong_is_told_with_the_line(fleet: Fleet) -> None:
     with pytest.raises(Failed, match="logits differ from the unmodified") as failed:
         ORIGINAL.run(bench, "fp32, page 4, alone")
     assert failed.value.evidence.where == "plugin.py:1"
-    assert "4 more of 5 requests are wrong" in failed.value.evidence.saw
+    assert "5 more of 6 requests are wrong" in failed.value.evidence.saw
     assert "alone, requests are right" not in failed.value.evidence.saw
     assert not bench.kept
     bench.kept["right alone 4"] = True

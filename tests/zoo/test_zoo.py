@@ -73,6 +73,6 @@ def test_the_published_matrix_is_of_these_animals() -> None:
     text = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     told = {(row[0].removeprefix("| ").replace("\\", ""), row[2]) for row in rows if len(row) == 6}
-    told.discard(("animal", "killed by"))
+    told -= {("animal", "killed by"), ("---", "---")}
     assert told == {(animal.name, animal.trips) for animal in BROKEN}
     assert "**" not in text
