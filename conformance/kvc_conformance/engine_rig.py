@@ -124,7 +124,8 @@ class Rig:
             )
             for number, step in enumerate(steps)
         ]
-        runs = [replace(run, states=_states(run, batches, answer)) for run in runs]
+        states = _states(runs, batches, answer)
+        runs = [replace(run, states=mine) for run, mine in zip(runs, states, strict=True)]
         regions = len({place.region for place in self.places.values()}) if dump else 0
         images = [
             [answer.arrays[f"image_{number}_{region}"] for region in range(regions)]
@@ -180,16 +181,34 @@ def _named(answer: Message, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): array for name, array in found if name.startswith(prefix)}
 
 
-def _states(run: Run, batches: Sequence[Batch], answer: Message) -> dict[int, tuple[Any, Any]]:
-    """What lay in a run's slots before and after each step of its, by the step's first position."""
-    found: dict[int, tuple[Any, Any]] = {}
+def _states(
+    runs: Sequence[Run], batches: Sequence[Batch], answer: Message
+) -> list[dict[int, tuple[Any, Any]]]:
+    """What lay in each run's slots before and after each step of its, by the step's first position.
+
+    Whose step it is, its slots tell: at one position two requests may have one token.
+    """
+    found: list[dict[int, tuple[Any, Any]]] = [{} for _ in runs]
+    reached = [run.hit_tokens for run in runs]
+    owned: list[tuple[int, ...] | None] = [None for _ in runs]
     for number, batch in enumerate(batches if batches and batches[0].slots else ()):
         tokens, at = answer.arrays[f"tokens_{number}"], 0
         for row, (size, context) in enumerate(zip(batch.sizes, batch.context, strict=True)):
-            if np.array_equal(tokens[at : at + size], run.stream[context : context + size]):
-                before, after = (answer.arrays[f"{name}_{number}"][row] for name in ("before", "after"))
-                found[context] = before, after
+            here, slots = tokens[at : at + size], tuple(int(ids[row]) for ids in batch.slots.values())
             at += size
+            fits = [
+                mine
+                for mine, run in enumerate(runs)
+                if reached[mine] == context and np.array_equal(here, run.stream[context : context + size])
+            ]
+            whose = [mine for mine in fits if owned[mine] == slots] or [
+                mine for mine in fits if owned[mine] is None
+            ]
+            if whose:
+                mine = whose[0]
+                before, after = (answer.arrays[f"{name}_{number}"][row] for name in ("before", "after"))
+                found[mine][context] = before, after
+                reached[mine], owned[mine] = context + size, slots
     return found
 
 

@@ -203,9 +203,9 @@ class Map:
 
     def only(self, fill: Fill, groups: Collection[str]) -> Map:
         """The same, what belongs to other groups being padding."""
-        taken = [fill.serials(name) for name in fill.fields() if fill.group(name) in groups]
-        kept = np.concatenate([numbers.ravel() for numbers in taken]) if taken else np.zeros(0, np.int64)
-        return Map(np.where(np.isin(self.serial, kept), self.serial, PADDING), self.byte, self.width)
+        taken = [number for number, name in enumerate(fill.fields()) if fill.group(name) in groups]
+        kept = np.isin(fill.owners(self.serial), taken)
+        return Map(np.where(kept, self.serial, PADDING), self.byte, self.width)
 
     @property
     def content(self) -> NDArray[np.bool_]:

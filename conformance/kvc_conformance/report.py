@@ -73,7 +73,7 @@ def lines(report: Report, *, everything: bool = False, tracebacks: bool = False)
     text = []
     told = sorted(results_by_clause(report.results), key=lambda item: (clause(item[0]).level, item[0]))
     for clause_id, results in told:
-        if clause_id in blocked:
+        if clause_id in blocked or worst[clause_id] is Outcome.DESELECTED:
             continue
         cases = f" ({len(results)} cases)" if len(results) > 1 else ""
         note = _note(worst[clause_id], results)
@@ -103,7 +103,9 @@ def lines(report: Report, *, everything: bool = False, tracebacks: bool = False)
         ]
     if report.model is not None:
         held = claims(report.model, worst)
-        text += ["", "claims: " + "; ".join(f"{name} {state}" for name, state in held.items())]
+        declared = [f"{name} {state}" for name, state in held.items() if state != "not declared"]
+        about = " (open: not all of its clauses have run)" if "open" in held.values() else ""
+        text += ["", f"claims: {'; '.join(declared)}{about}"] if declared else []
     text += ["", report.verdict.sentence]
     return text
 

@@ -52,6 +52,7 @@ class Request:
         plugin_options: the plugin's own.
         level: the level to certify.
         only: clauses to restrict the run to, with what they require; the verdict is then incomplete.
+        alone: without what they require: quicker, but what fails may not be the root of it.
         seed: all randomness comes from it.
         profile: how much is tried of what has no end.
         device: where executors run, in torch's spelling.
@@ -67,6 +68,7 @@ class Request:
     plugin_options: Mapping[str, str] = field(default_factory=dict)
     level: Level = "L2"
     only: tuple[str, ...] = ()
+    alone: bool = False
     seed: int = 0
     profile: ProfileName = "quick"
     device: str = "cpu"
@@ -139,12 +141,19 @@ def run(request: Request, *, progress: Progress | None = None) -> Report:
     if failure is not None and not failure.loaded:
         sentence = f"{request.name}: could not be loaded: {failure.evidence.saw}"
         verdict = Verdict("not conformant", None, sentence, NOT_LOADED)
-    elif request.only and verdict.exit_code == 0:
+    elif request.only and _selection_holds(request, results):
         sentence = f"{request.name}: every selected clause holds; a selection certifies nothing"
         verdict = Verdict("incomplete", None, sentence, 3)
     verdict = weighed(verdict, fold(results), request.waivers, datetime.now(UTC).date())
     plan, ran_in = tuple(runner.plan), environment(bench, request)
     return Report(request, plan, tuple(results), verdict, ran_in, bench.model)
+
+
+def _selection_holds(request: Request, results: list[Result]) -> bool:
+    worst = fold(results)
+    return all(worst.get(clause(item).id) in HOLDS for item in request.only) and not any(
+        outcome in BROKEN for outcome in worst.values()
+    )
 
 
 def _subject(request: Request) -> _Subject:
@@ -157,6 +166,8 @@ def _refuse(request: Request) -> None:
     faults = []
     if request.config is not None and request.checkpoint is not None:
         faults.append("give --config or --checkpoint, not both")
+    if request.alone and not request.only:
+        faults.append("--alone is for --clause: name one")
     for item in request.only:
         try:
             level = clause(item).level
@@ -294,7 +305,7 @@ class _Runner:
             item = open_ids.pop()
             if item not in chosen:
                 chosen.add(item)
-                open_ids += clause(item).requires
+                open_ids += () if self._request.alone else clause(item).requires
         return chosen
 
     def _run(self, check: Check, *, selected: bool) -> None:

@@ -37,6 +37,9 @@ def command(
     clauses: Annotated[
         list[str] | None, typer.Option("--clause", help="Only this clause and what it requires; repeatable.")
     ] = None,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Without what those clauses require: quicker, less sure.")
+    ] = False,
     profile: Annotated[
         str, typer.Option(help="How long to try: quick, ci or deep; deep draws its seed.")
     ] = "quick",
@@ -69,7 +72,7 @@ def command(
 
     given = {"level": level, "device": device}
     request = _model(shared, given, clauses) if tier is None else _tier(tier, shared, given, clauses)
-    request = replace(request, **_lengths(profile, seed))
+    request = replace(request, alone=alone, **_lengths(profile, seed))
     if waivers is not None:
         request = replace(request, waivers=read(waivers))
     _refuse_places(junit=junit, html=html)

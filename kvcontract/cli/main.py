@@ -25,7 +25,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "store": ("kvcontract.cli.store", "Look at, check and tidy the directory of a disk tier."),
     "contract": ("kvcontract.cli.contract", "Print the contract: one page, for authors of plugins."),
     "schema": ("kvcontract.cli.schema", "Print the JSON schema of a report, or of a declaration."),
-    "explain": ("kvcontract.cli.explain", "Explain one clause of the contract, or list them all."),
+    "explain": ("kvcontract.cli.explain", "Explain a clause of the contract, or an object of a declaration."),
     "help": ("kvcontract.cli.exit_codes", "Explain a topic; so far: exit-codes."),
 }
 """Each command's module and the first line of its help, so that ``kvc --help`` imports no command."""

@@ -95,7 +95,7 @@ def shape_findings(error: ValidationError, where: str | None) -> tuple[Finding, 
             "KVC-DECL-04",
             f"{error.title}.{'.'.join(str(part) for part in item['loc'])}".rstrip("."),
             _input(error, item),
-            in_words(item, f"see help(kvcontract.{error.title})"),
+            in_words(item, f"see `kvc explain {error.title}`"),
             item["msg"],
             where,
         )

@@ -37,7 +37,7 @@ def _object(value: Declared, path: str) -> Iterator[Finding]:
     except ValidationError as error:
         for item in error.errors(include_url=False):
             found = None if item["type"] == "missing" else shown(item["input"])
-            words = in_words(item, f"see help(kvcontract.{kind.__name__})")
+            words = in_words(item, f"see `kvc explain {kind.__name__}`")
             yield Finding(CLAUSE, _join(path, item["loc"]), found, words, item["msg"], value.where)
     else:
         yield from _unlike(value, given, sound, path)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcontract.contract.errors import InternalFault, PluginFault, require
+from kvcontract.contract.errors import PluginFault, require
 from kvcontract.contract.model import TOKEN_AXIS, Field, Reach
 
 require("transformers", "hf")
@@ -86,10 +86,12 @@ class ArenaField:
     Args:
         view: [blocks, tokens, ...], the field's axes in declared order after those two.
         field: its declaration, which names the axes.
+        arena: whose it is.
     """
 
-    def __init__(self, view: Tensor, field: Field) -> None:
-        axes = [axis for axis in field.axes if axis != TOKEN_AXIS]
+    def __init__(self, view: Tensor, field: Field, arena: str) -> None:
+        self._name = f"{field.name} of arena {arena}"
+        self._axes = axes = [axis for axis in field.axes if axis != TOKEN_AXIS]
         self._dtype = view.dtype
         # Bits, not numbers: index operations exist for every integer width and keep NaN payloads.
         self._bits = view.view(_BITS_OF[view.element_size()])
@@ -115,9 +117,11 @@ class ArenaField:
         heads = [states.shape[0]] if self._heads_first else []
         width = int(np.prod(sizes))
         if states.shape[1:] != (rows.tokens, width) or [self._shape[i] for i in self._heads_first] != heads:
-            raise InternalFault(
-                f"the model keeps [heads, tokens, width] = {list(states.shape)}; the field's axes are"
-                f" {list(self._shape)}, the step has {rows.tokens} tokens"
+            axes = dict(zip(self._axes, self._shape, strict=True))
+            raise PluginFault(
+                f"field {self._name}: of {rows.tokens} tokens the model hands over [heads, tokens, width] ="
+                f" {list(states.shape)}; the field's axes are {axes}. Is it declared with other axes than the"
+                " model's tensor, or has the map exchanged two fields? (sizes are those of the config run)"
             )
         by_token = states.transpose(0, 1).to(self._dtype).reshape(rows.tokens, *heads, *sizes)
         ordered = by_token.permute(0, *(1 + index for index in self._back)).contiguous()

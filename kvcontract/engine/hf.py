@@ -113,7 +113,7 @@ class HfExecutor:
         self._views = {ref: views[ref] for ref in self._map.refs}
         groups = {ref: self._map.groups[ref[0]] for ref in self._views}
         paged = {ref: group for ref, group in groups.items() if group.kind == "paged"}
-        self._fields = {ref: ArenaField(views[ref], self._map.field(ref)) for ref in paged}
+        self._fields = {ref: ArenaField(views[ref], self._map.field(ref), ref[0]) for ref in paged}
         self._spaces = {
             space_key(group): SpaceBounds(group.reach, len(views[ref])) for ref, group in paged.items()
         }

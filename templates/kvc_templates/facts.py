@@ -70,6 +70,11 @@ _TOWERS: Final = ("audio_config", "vision_config")
 _MEDIA: Final = ("audio", "image", "video")
 _ID_ENDS: Final = ("_token_id", "_token_index")
 
+BY_HAND: Final = (
+    "`kvc contract` says how such state is declared by hand; `--kind hybrid` writes a package to begin with"
+)
+"""What is left to do where no template fits."""
+
 # Keys, and beginnings of keys, that speak of state which no template declares.
 _OTHER_STATE: Final = (
     "attention_chunk_size",
@@ -211,7 +216,7 @@ def facts_of(config: Mapping[str, Any], asked: Kind | None) -> Facts:
         inherited = ()
     faults += _wrong({**{key: config[key] for key in inherited}, **text}, kind or "gqa")
     if faults or kind is None:
-        raise UsageFault(f"no plugin can be made from this config: {'; '.join(faults)}")
+        raise UsageFault(f"no plugin can be made from this config: {'; '.join(faults)}; {BY_HAND}")
     found = Facts(kind, {}, _rules(kind, text), nested=nested, inherited=inherited[:1])
     _derive(found, text)
     rest = _taken(text)

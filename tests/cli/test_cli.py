@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import kvcontract
 from kvcontract.cli.main import COMMANDS, main
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -275,9 +276,16 @@ def test_inspect_writes_shapes_and_counts_for_readers(capsys: pytest.CaptureFixt
     assert "{" not in out
 
 
-def test_explain_says_none_of_behaviours(capsys: pytest.CaptureFixture[str]) -> None:
-    """A clause that rests on no behaviour says so plainly."""
-    assert "rests on: none" in run(capsys, "explain", "KVC-DECL-05")[1]
+def test_explain_tells_what_an_object_of_a_declaration_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its docstring and fields with defaults, and nothing of pydantic; of a field, the dtypes there are."""
+    _, out, _ = run(capsys, "explain", "Group")
+    assert "boundary_tokens" in out
+    assert "restore='stored'" in out
+    assert "model_dump" not in out
+    assert "float8_e4m3fn" in run(capsys, "explain", "Field")[1]
+    for name in kvcontract.__all__:
+        assert run(capsys, "explain", name)[0] == 0
+    assert run_json(capsys, "explain", "Window")[1]["fields"]["sink_tokens"] == "=0"
 
 
 def test_explain_says_where_a_clause_applies(capsys: pytest.CaptureFixture[str]) -> None:

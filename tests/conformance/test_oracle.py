@@ -261,5 +261,12 @@ def test_slots_have_no_tokens_and_are_records_of_their_own() -> None:
         record = wire_record(model, part, tp - 1, tp)
         wanted = walked(fill, record.arenas, record.payload_bytes, [1], worker)
         same(wire_map(fill, ("gdn",), [1], tp - 1, tp), wanted)
+    both = device_map(fill, ("kv", "gdn"), 1)
+    mine = np.isin(both.serial, fill.serials(("layer.0", "k")))
+    mine |= np.isin(both.serial, fill.serials(("layer.0", "v")))
+    paged = both.only(fill, ("kv",))
+    assert (paged.content == mine).all()
+    assert (paged.serial[mine] == both.serial[mine]).all()
+    assert not both.only(fill, ()).content.any()
     number = int(fill.serials(("slot", "state"))[2, 1, 0, 0])
     assert str(fill.where(number)) == "layer 2 STATE slot 2 head 1 key 0 value 0"

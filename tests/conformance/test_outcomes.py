@@ -55,6 +55,14 @@ def test_a_failure_outweighs_what_could_not_run() -> None:
     assert verdict.exit_code == 1
 
 
+def test_a_failure_beyond_the_level_asked_for_counts() -> None:
+    """What ran and failed is told, although its level is not asked for; so is what the register lacks."""
+    results = replaced(all_pass("L2"), "KVC-PREFIX-01", Outcome.FAIL)
+    found = judge("m", [*results, Result("KVC-TIER-01", "", Outcome.ERROR)], "L1")
+    assert (found.kind, found.level, found.exit_code) == ("not conformant", "L1", 1)
+    assert found.sentence == "m: not conformant: KVC-PREFIX-01, KVC-TIER-01"
+
+
 def test_what_could_not_run_is_incomplete_with_its_reason() -> None:
     """A plugin without an executor is conformant at L1, and L2 says what it needs."""
     results = replaced(all_pass("L2"), "KVC-PREFIX-01", Outcome.COULD_NOT_RUN, "needs an executor")

@@ -55,6 +55,7 @@ def test_profiles_differ_in_numbers_alone() -> None:
     [
         (["--profile", "night"], "--profile 'night': expected quick, ci, deep"),
         (["--seed", "-1"], "--seed -1: expected 0 or more"),
+        (["--alone"], "--alone is for --clause: name one"),
     ],
 )
 def test_i4_lengths_that_are_none_are_refused(
@@ -85,7 +86,7 @@ def test_what_a_simulated_world_finds_can_be_played_again(
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "planted.py"
     file.write_text(PLANTED)
-    report = run(Request(name="planted", file=file, only=(SIMULATED,)))
+    report = run(Request(name="planted", file=file, only=(SIMULATED,), alone=True))
     [failed] = [result for result in report.results if result.clause == SIMULATED]
     assert failed.outcome.value == "fail", "\n".join(reports.lines(report))
     assert failed.fault == "runtime"
@@ -103,7 +104,7 @@ def test_a_trace_that_cannot_be_kept_is_no_crash(tmp_path: Path, monkeypatch: py
     (tmp_path / ".kvc").write_text("a file")
     file = tmp_path / "planted.py"
     file.write_text(PLANTED)
-    report = run(Request(name="planted", file=file, only=(SIMULATED,)))
+    report = run(Request(name="planted", file=file, only=(SIMULATED,), alone=True))
     [failed] = [result for result in report.results if result.clause == SIMULATED]
     assert failed.outcome.value == "fail"
     assert "its trace could not be kept in" in failed.evidence.saw
@@ -111,7 +112,16 @@ def test_a_trace_that_cannot_be_kept_is_no_crash(tmp_path: Path, monkeypatch: py
 
 def test_h10_what_is_not_declared_is_refused_by_name() -> None:
     """H10, I4: a store, a tier and an adapter that nobody could use are refused under one clause."""
-    report = run(Request(name="qwen3", only=("KVC-PREFIX-09",)))
+    report = run(Request(name="qwen3", only=("KVC-PREFIX-09",), alone=True))
     found = [result for result in report.results if result.clause == "KVC-PREFIX-09"]
     assert [result.case for result in found] == ["a store", "a tier", "an adapter"]
     assert all(result.outcome.value == "pass" for result in found), "\n".join(reports.lines(report))
+
+
+def test_a_clause_alone_is_judged_without_what_it_requires() -> None:
+    """All others are deselected; a selection certifies nothing, as ever."""
+    report = run(Request(name="qwen3", only=("KVC-LAYOUT-06",), alone=True))
+    outcomes = {result.clause: result.outcome.value for result in report.results}
+    assert outcomes.pop("KVC-LAYOUT-06") == "pass"
+    assert set(outcomes.values()) <= {"deselected", "not_applicable"}
+    assert report.verdict.exit_code == 3

@@ -16,6 +16,7 @@ from kvcontract import (
     Repack,
     StaticScale,
     WeightIdentity,
+    Window,
 )
 from kvcontract.contract.check import check_model, static_clauses
 from kvcontract.contract.clauses import CLAUSES, LEVELS, clause
@@ -31,6 +32,16 @@ def one_field(**more: object) -> tuple[Arena, ...]:
 
 
 STATE = Field(name="s", dtype="float32", axes={"n": 4})
+RING = Field(name="k", dtype="bfloat16", axes={"token": 32, "dim": 8})
+
+SLOT = Arena.planes(name="s", group="gdn", fields=(STATE,))
+
+
+def of_states(**more: object) -> KvModel:
+    """Beside full attention, states that are rewritten at each token."""
+    given: dict[str, object] = {"name": "gdn", "kind": "bounded", "boundary_tokens": 16}
+    return model(groups=(Group(name="kv"), Group(**{**given, **more})), arenas=(arena(0), SLOT))
+
 
 BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
     ("KVC-DECL-06", "groups[1].name", lambda: model(groups=(Group(name="kv"), Group(name="kv")))),
@@ -61,6 +72,18 @@ BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
         "KVC-DECL-12",
         "groups[0].weights",
         lambda: model(groups=(Group(name="kv", weights=WeightIdentity(kind="unresolved")),)),
+    ),
+    (
+        "KVC-DECL-12",
+        "groups[2].reach",
+        lambda: model(
+            groups=(
+                Group(name="kv"),
+                Group(name="near", reach=Window(tokens=17)),
+                Group(name="ring", kind="bounded", reach=Window(tokens=17)),
+            ),
+            arenas=(arena(0), arena(1, group="near"), arena(2, group="ring", fields=(RING,))),
+        ),
     ),
     ("KVC-DECL-12", "groups[0].kind", lambda: model(groups=(Group(name="kv", kind="static"),))),
     ("KVC-DECL-12", "arenas[0].tokens_per_row", lambda: model(arenas=(arena(0, tokens_per_row=4),))),
@@ -146,6 +169,95 @@ BROKEN: list[tuple[str, str, Callable[[], KvModel]]] = [
     ),
     (
         "KVC-REPACK-01",
+        "repack.arenas layers.0.kv.k",
+        lambda: model(
+            arenas=(arena(0),),
+            repack=Repack(
+                arenas=(arena(0, fields=(plane("k").model_copy(update={"shard_axis": None}), plane("v"))),)
+            ),
+        ),
+    ),
+    (
+        "KVC-REPACK-01",
+        "repack.arenas layers.0.kv.k",
+        lambda: model(
+            arenas=(arena(0),), repack=Repack(arenas=(arena(0, fields=(plane("k", dim=4), plane("v"))),))
+        ),
+    ),
+    (
+        "KVC-REPACK-01",
+        "repack.bound",
+        lambda: model(repack=Repack(arenas=(arena(0), arena(1)), lossless=False)),
+    ),
+    *(
+        ("KVC-DECL-06", path, lambda more=more: model(**more))
+        for path, more in (
+            ("name", {"name": ""}),
+            ("numerics", {"numerics": "a\n"}),
+            ("groups[0].name", {"groups": (Group(name=""),), "arenas": (arena(0, group=""),)}),
+            ("arenas[1].name", {"arenas": (arena(0), arena(1, name="a/b"))}),
+            ("arenas[1].fields[0].name", {"arenas": (arena(0), arena(1, fields=(plane("a/b"),)))}),
+            ("arenas[0].fields[0].axes", {"arenas": one_field(axes={"": 4})}),
+            ("repack.arenas[0].name", {"repack": Repack(arenas=(arena(0, name="a/b"), arena(1)))}),
+            (
+                "repack.arenas[0].fields[0].name",
+                {"repack": Repack(arenas=(arena(0, fields=(plane("a/b"),)), arena(1)))},
+            ),
+            ("repack.arenas[1].group", {"repack": Repack(arenas=(arena(0), arena(1, group="vk")))}),
+        )
+    ),
+    *(
+        (clause_id, path, lambda more=more: of_states(**more))
+        for clause_id, path, more in (
+            ("KVC-DECL-13", "groups[1].snapshot_dtype", {"snapshot_dtype": "f16", "snapshot_bound": 0.1}),
+            ("KVC-DECL-13", "groups[1].snapshot_bound", {"snapshot_dtype": "bfloat16"}),
+            ("KVC-DECL-13", "groups[1].snapshot_dtype", {"snapshot_dtype": "float32", "snapshot_bound": 0.1}),
+            ("KVC-DECL-13", "groups[1].arenas", {"reach": Window(tokens=17)}),
+            ("KVC-DECL-12", "groups[1].restore", {"restore": "recomputed"}),
+            ("KVC-DECL-12", "groups[1].lookahead_tokens", {"lookahead_tokens": 1}),
+        )
+    ),
+    (
+        "KVC-DECL-12",
+        "groups[1].snapshot_dtype",
+        lambda: of_states(snapshot_dtype="bfloat16", snapshot_bound=0.1).model_copy(
+            update={"repack": Repack(arenas=(arena(0), SLOT))}
+        ),
+    ),
+    (
+        "KVC-DECL-13",
+        "groups[0].snapshot_bound",
+        lambda: model(groups=(Group(name="kv", snapshot_bound=0.1),)),
+    ),
+    (
+        "KVC-LAYOUT-01",
+        "arenas[0].stride_multiple_bytes",
+        lambda: model(arenas=(arena(0, stride_multiple_bytes=1 << 50),)),
+    ),
+    (
+        "KVC-LAYOUT-01",
+        "arenas[1].align_bytes",
+        lambda: model(arenas=(arena(0), arena(1, align_bytes=1 << 50))),
+    ),
+    ("KVC-LAYOUT-01", "arenas", lambda: model(key_tokens=1 << 50)),
+    ("KVC-LAYOUT-01", "arenas", lambda: model(arenas=one_field(axes={"head": 4, "dim": 1 << 50}))),
+    (
+        "KVC-LAYOUT-04",
+        "arenas[1].fields[0].axes",
+        lambda: model(
+            groups=(Group(name="kv"), Group(name="gdn", kind="bounded")),
+            arenas=(
+                arena(0),
+                Arena.planes(
+                    name="s",
+                    group="gdn",
+                    fields=(Field(name="s", dtype="float32", axes={"token": 1, "n": 4}),),
+                ),
+            ),
+        ),
+    ),
+    (
+        "KVC-REPACK-01",
         "repack.bound",
         lambda: model(repack=Repack(arenas=(arena(0), arena(1)), bound=0.1)),
     ),
@@ -157,6 +269,13 @@ def test_a_sound_declaration_has_no_findings() -> None:
     assert check_model(model(), tp=2) == ()
     scaled = (plane("k", scale="s"), Field(name="s", dtype="float32", axes={"head": 4}, shard_axis="head"))
     assert check_model(model(arenas=(arena(0, fields=scaled),))) == ()
+    assert check_model(of_states()) == ()
+    assert check_model(of_states(snapshot_dtype="bfloat16", snapshot_bound=0.1)) == ()
+    assert check_model(model(page_tokens_allowed=(16, 64), page_tokens_reason="gates", key_tokens=48)) == ()
+    wider = tuple(plane(name, dtype="float32") for name in "kv")
+    assert check_model(model(arenas=(arena(0),), repack=Repack(arenas=(arena(0, fields=wider),)))) == ()
+    lossy = Repack(arenas=(arena(0), arena(1)), lossless=False, bound=0.1)
+    assert check_model(model(repack=lossy)) == ()
     fixed = plane("k", scale=StaticScale(digest="ab"))
     assert check_model(model(arenas=(arena(0, fields=(fixed,)),))) == ()
     turned = Field(name="k", dtype="bfloat16", axes={"head": 4, "token": 1, "dim": 8}, shard_axis="head")

@@ -358,26 +358,19 @@ def _meet_tests(item: Item) -> None:
 
 @contextlib.contextmanager
 def shortened(*, really: bool = True) -> Iterator[None]:
-    """Have the runner run the clauses asked for alone, and all children come from the nursery.
-
-    What the clauses require is judged elsewhere.  An animal that is found otherwise so is judged without.
-    """
-    runner: Any = importlib.import_module("kvc_conformance.runner")
+    """Have all children come from the nursery; an animal that is found otherwise so is judged without."""
     bench: Any = importlib.import_module("kvc_conformance.bench")
-    chosen, child = runner._Runner._chosen, bench.Child
-
-    def only(self: Any) -> set[str]:
-        return {*self._request.only} or chosen(self)
+    child = bench.Child
 
     def forked(job: Any, *, threads: int | None, forked: bool) -> Any:  # noqa: ARG001 - all are
         return child(job, threads=threads, forked=True)
 
     if really:
-        runner._Runner._chosen, bench.Child = only, forked
+        bench.Child = forked
     try:
         yield
     finally:
-        runner._Runner._chosen, bench.Child = chosen, child
+        bench.Child = child
 
 
 def animal(names: tuple[str, ...]) -> Any:
@@ -390,7 +383,7 @@ def _meet_animal(item: Item) -> None:
     keeping, runner = (importlib.import_module(name) for name in ("keeping", "kvc_conformance.runner"))
     one = animal(item.names)
     with shortened(really=bool(item.clauses)):
-        report = runner.run(one.request(one.trips))
+        report = runner.run(one.request(one.trips, alone=bool(item.clauses)))
     _crashed(item, report)
     said = list(keeping.objections(one, report))
     if said:
@@ -400,9 +393,9 @@ def _meet_animal(item: Item) -> None:
 def request(names: tuple[str, ...], clauses: tuple[str, ...]) -> Any:
     """To certify something sound, by some clauses."""
     if names[0] == "good":
-        return animal(names).request(*clauses)
+        return animal(names).request(*clauses, alone=True)
     runner = importlib.import_module("kvc_conformance.runner")
-    return runner.Request(name=names[1], tier=names[0] == "tier", only=clauses)
+    return runner.Request(name=names[1], tier=names[0] == "tier", only=clauses, alone=True)
 
 
 def _meet_sound(item: Item) -> None:

@@ -243,14 +243,19 @@ def _is_register(statement: ast.stmt) -> bool:
 
 
 def _of_clause(found: Map, mutant: Mutant, statement: ast.stmt) -> set[str]:
-    """What runs the clause whose check is registered there; if none is named, any of the module's."""
+    """What runs the clause whose check is registered there, and tests of the module, which may read it all.
+
+    If no clause is named there, any of the module's.
+    """
+    every = {key for line in found.lines[mutant.module].values() for key in line}
+    tests = {key for key in every if key.startswith("tests:")}
     text = modules()[mutant.module].read_text(encoding="utf-8").splitlines()
     for number in range(mutant.line, statement.lineno - 1, -1):
         if re.search(r"[Cc]heck\(", text[number - 1]):
             named = re.search(r"KVC-[A-Z]+-\d+", "".join(text[number - 1 : number + 1]))
             if named:
-                return {key for key in found.seconds if key.endswith(f"|{named[0]}")}
-    return {key for line in found.lines[mutant.module].values() for key in line if "|" in key}
+                return tests | {key for key in found.seconds if key.endswith(f"|{named[0]}")}
+    return tests | {key for key in every if "|" in key}
 
 
 def _of_module_level(found: Map, mutant: Mutant, statement: ast.stmt) -> set[str]:

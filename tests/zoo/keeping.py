@@ -64,11 +64,11 @@ class Animal:
         """Where it is; None: it is installed."""
         return None if self.ground == "installed" else ZOO / self.ground / f"{self.name}.py"
 
-    def request(self, *clauses: str) -> Request:
-        """Certify it whole, or by some clauses."""
+    def request(self, *clauses: str, alone: bool = False) -> Request:
+        """Certify it whole, or by some clauses, with what they require or without."""
         if self.ground == "tiers":
-            return Request(name=self.name, tier=True, file=self.file, only=clauses)
-        return Request(name=self.name, file=self.file, level=self.level, only=clauses)
+            return Request(name=self.name, tier=True, file=self.file, only=clauses, alone=alone)
+        return Request(name=self.name, file=self.file, level=self.level, only=clauses, alone=alone)
 
 
 def animals(*grounds: Ground) -> list[Animal]:

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable, first_few
+from kvc_conformance.bench import Bench, Check, CouldNotRun, Failed, NotApplicable
 from kvc_conformance.beside import Beside
+from kvc_conformance.checks.layer_map import THE_MAP, judged_map
 from kvc_conformance.driver import ChildDied, ProbeFailed
 from kvc_conformance.engine_rig import OWN, TIMEOUT_S, Batches, Job, Rig, engine_rig
 from kvc_conformance.footprint import Batch
@@ -48,7 +49,6 @@ LONG_TOKENS: Final = 305
 """A prompt beyond many a window that was not declared, if the model's context is longer."""
 
 ALONE_NEW: Final = 4
-THE_MAP: Final = "the map"
 RESTART: Final = "restarted over a disk tier"
 
 
@@ -123,52 +123,6 @@ def _original_states(bench: Bench, rig: Rig, runs: Sequence[Run], arrays: Mappin
     _raise_worst(rig, [wrong for wrong, _ in found])
     steps, worst = sum(len(run.states) for run in runs), max(largest for _, largest in found)
     return f"; states of {len(kept)} layers differ by {worst:.2g} after {steps} steps" if kept else ""
-
-
-def _map(bench: Bench, _case: str) -> str:
-    """KVC-PREFIX-01: a map onto other layers computes the right logits, over state that bears wrong names.
-
-    Two fields of one layer that are exchanged cannot be told: nothing but the author knows which is which.
-    """
-    _ = bench.small, bench.checkpoint
-    answer = bench.small_plugin.call("engine.layer_map", timeout_s=TIMEOUT_S).body
-    if answer["layers"] is None:
-        raise NotApplicable("the plugin brings its own executor")
-    model = KvModel.model_validate_json(answer["model"])
-    faults = contradictions(model, answer["layers"])
-    if faults:
-        raise Failed(first_few(faults), where=answer["where"], fault="plugin")
-    return f"{len(answer['layers'])} layers, each in arenas of its own"
-
-
-def contradictions(model: KvModel, layers: Sequence[Sequence[Any]]) -> list[str]:
-    """What a map says otherwise than the declaration.
-
-    Args:
-        model: the declaration.
-        layers: layer, arena, field: where a layer of the model writes.
-    """
-    declared = {arena.name: arena.layer for arena in model.arenas}
-    users: dict[tuple[str, str], int] = {}
-    faults = []
-    for layer, arena, name in layers:
-        says = declared.get(arena)
-        if says is not None and says != layer:
-            faults.append(
-                f"layer {layer} of the model writes into arena {arena}, which declares layer {says}"
-            )
-        first = users.setdefault((arena, name), layer)
-        if first != layer:
-            faults.append(f"layers {first} and {layer} of the model both write into field {name} of {arena}")
-        elif sum((a, n) == (arena, name) for i, a, n in layers if i == layer) > 1:
-            faults.append(f"layer {layer} of the model writes twice into field {name} of arena {arena}")
-    faults += [
-        f"no layer of the model writes into field {item.name} of arena {arena.name}, which is declared"
-        for arena in model.arenas
-        for item in arena.fields
-        if (arena.name, item.name) not in users
-    ]
-    return list(dict.fromkeys(faults))
 
 
 def _alone(page: int) -> list[list[Job]]:
@@ -451,7 +405,7 @@ def _check(clause: str, run: Callable[[Bench, str], str], *kinds: str, dtypes: t
 
 
 CHECKS: Final[tuple[Check, ...]] = (
-    Check("KVC-PREFIX-01", _map, lambda _: (THE_MAP,)),
+    Check("KVC-PREFIX-01", judged_map, lambda _: (THE_MAP,)),
     _check("KVC-PREFIX-01", _original, "alone", "mixed", dtypes=("fp32",)),
     _check("KVC-PREFIX-02", _device_hit, dtypes=("fp32", "bf16", OWN)),
     _check("KVC-PREFIX-03", _bounds, "original", "other split", dtypes=("bf16", OWN)),

@@ -59,8 +59,7 @@ def start(session: Session, arguments: dict[str, Any], arrays: Mapping[str, NDAr
     what the executor takes.
     Returns ``model`` (JSON), ``vocab_size``, ``placeholder_ids``, ``max_context_tokens``, ``max_requests``,
     ``max_batch_tokens``, ``where`` (whose code runs the model), ``emits`` (whether states are written inside
-    steps), ``arenas``: name -> [region, offset, stride,
-    blocks], see `run`.
+    steps), ``arenas``: name -> [region, offset, stride, blocks], see `run`.
     """
     del arrays
     torch.set_num_threads(1)  # small matrices: threads cost more than they save

@@ -17,7 +17,7 @@ from kvcontract.engine.build import generic_executor
 
 KVC_CONTRACT = 1
 TRIPS = "KVC-OFFLOAD-02"
-SAYS = r"a hit on pages that stayed on the device is right: what was lost lies beside the arenas"
+SAYS = r"began after 48 tokens whose state came from the tier and was restored; its logits differ"
 
 
 class MirroredValues:
