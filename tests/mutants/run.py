@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 import time
 import tomllib
 from collections import Counter
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import takewhile
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,6 +81,15 @@ def _prepare(folder: str) -> None:
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
     os.environ["TMPDIR"] = folder
     _ground = Ground()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A run that is killed leaves nothing behind: a nursery ends with the process that had it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _log() -> Path:
@@ -141,9 +152,8 @@ def _progress(what: str, began: float, done: int, of: int) -> None:
     print(f"{spent / 60:5.1f} min, about {spent / done * (of - done) / 60:4.1f} more: {what}", flush=True)
 
 
-def judged(pool: ProcessPoolExecutor, found: Map, chosen: Sequence[Mutant], kept: Path) -> dict[str, Row]:
+def judged(pool: ProcessPoolExecutor, found: Map, chosen: Sequence[Mutant], file: Path) -> dict[str, Row]:
     """A row for each mutant, from an earlier run or judged now."""
-    file = kept / f"results-{state(sorted(Path(__file__).parent.glob('*.py')))}.jsonl"
     rows = _rows(file)
     past = _past()
     waiting = {}
@@ -207,6 +217,12 @@ def reasons() -> dict[str, str]:
     return {key: entry["why"] for key, entry in entries.items()}
 
 
+def idle() -> list[str]:
+    """Ids that are justified, of mutants that are no more."""
+    alive = {mutant.id for name in modules() for mutant in mutants(name)}
+    return sorted(reasons().keys() - alive)
+
+
 def page(rows: Sequence[Row], seed: int, total: int) -> tuple[str, bool]:
     """`docs/mutants.md`, and whether all is well."""
     killed = [row for row in rows if row["how"]]
@@ -239,11 +255,16 @@ def page(rows: Sequence[Row], seed: int, total: int) -> tuple[str, bool]:
     survivors = [row for row in rows if not row["how"]]
     unjustified = [row for row in survivors if row["id"] not in why]
     lines += ["", "## Survivors", ""]
-    lines += ["| id | where | change | why it may live |", "| --- | --- | --- | --- |"]
+    lines += [
+        "`met`: how many of the items that reach it met it, before its time was up; a line that nothing"
+    ]
+    lines += ["reaches is met by none.", ""]
+    lines += ["| id | where | change | met | why it may live |", "| --- | --- | --- | --- | --- |"]
     for row in sorted(survivors, key=lambda row: (row["module"], row["line"], row["id"])):
         where = f"`{row['module']}`:{row['line']} `{row['function']}`"
         reason = why.get(row["id"], "UNJUSTIFIED")
-        lines.append(f"| {row['id']} | {where} | {_change(row['before'], row['after'])} | {reason} |")
+        met = f"{row['tried']} of {row['tried'] + row['left']}"
+        lines.append(f"| {row['id']} | {where} | {_change(row['before'], row['after'])} | {met} | {reason} |")
     return "\n".join(lines) + "\n", share >= BOUND and not unjustified
 
 
@@ -282,6 +303,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="ID", help="show one mutant, and judge it anew")
     given = parser.parse_args()
     kept = KEPT / state(mapping.paths())
+    results = kept / f"results-{state(sorted(Path(__file__).parent.glob('*.py')))}.jsonl"
     kept.mkdir(parents=True, exist_ok=True)
     if given.only:
         return repeat(given.only, 1, kept)
@@ -289,15 +311,18 @@ def main() -> int:
     chosen = sample(given.count, given.seed, given.module)
     with _pool(given.jobs, kept / "tmp") as pool:
         found = measured(pool, kept)
-        rows = judged(pool, found, chosen, kept)
+        rows = judged(pool, found, chosen, results)
     mine = [rows[mutant.id] for mutant in chosen]
     text, well = page(mine, given.seed, sum(len(mutants(name)) for name in modules()))
     if given.module is None and given.count == COUNT:
         PAGE.write_text(text, encoding="utf-8")
     else:
         print(text)
+    stale = idle()
+    if stale:
+        print(f"justified, and no mutants any more: {', '.join(stale)}")
     print(f"{(time.monotonic() - began) / 60:.1f} min")
-    return 0 if well else 1
+    return 0 if well and not stale else 1
 
 
 if __name__ == "__main__":
