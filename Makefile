@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup conformance test lint types tests test-slow test-cuda test-wheel zoo mutants clean
+.PHONY: setup conformance test lint types tests tests-of-suite tests-of-library test-slow test-cuda test-wheel zoo mutants clean
 
 setup: $(READY)
 
@@ -36,8 +36,17 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# Two halves of about the same length, beside each other: one is the suite's, the other the library's.
 tests: setup
-	$(BIN)/python -m pytest -m "not slow and not cuda and not wheel"
+	$(MAKE) --no-print-directory --jobs 2 tests-of-suite tests-of-library
+
+OURS := tests/conformance tests/contract tests/zoo
+
+tests-of-suite: setup
+	$(BIN)/python -m pytest -m "not slow and not cuda and not wheel" $(OURS)
+
+tests-of-library: setup
+	$(BIN)/python -m pytest -m "not slow and not cuda and not wheel" -p no:cacheprovider tests $(OURS:%=--ignore=%)
 
 # Longer seeds of the same properties.
 test-slow: setup
